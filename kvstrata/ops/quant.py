@@ -1,0 +1,187 @@
+"""The planes codec: successive refinement on a 4-bit grid (K per channel, V rotated and per token, 8-bit metadata).
+
+A group's 4-bit code is q = round((x - lo) / s). Its base plane holds the high two bits h, its refinement plane the low two:
+
+    base alone        lo + s * (4 h + 1.5)            the middle of the cell
+    both              lo + s * q
+    with the residual lo + s * (q + (r - 7.5) / 16)   r: 4 more bits inside the cell (INT8)
+
+K's groups are one channel x the page's 32 tokens, V's one token x all channels of a head after a Hadamard rotation. `s` is an
+unsigned float of 4 exponent and 4 mantissa bits, rounded up; `lo` is a signed float of 4 exponent and 3 mantissa bits in units
+of s, rounded down; both so that the group's range is covered. Knows nothing of pages' owners or of where frames lie.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from kvstrata.ops import frame
+from kvstrata.types import PAGE_SIZE, Tier
+
+K_UNIT, V_UNIT = 64.0, 8.0
+"""What the stored scale is multiplied by: the largest scale is 124 (K) or 15.5 (V), the smallest 2**-12 or 2**-15."""
+_OFFSET_UNIT = 2.0**13 / 2**4
+_MAX_OFFSET = 0x7F
+
+
+class NonFiniteError(ValueError):
+    """K or V holds NaN or Inf. `where` is (tensor name, page, token, head) of the first one."""
+
+    def __init__(self, message: str, where: tuple[str, int, int, int]) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+def check_finite(k: Tensor, v: Tensor) -> None:
+    """k, v [P, 32, H, D]. Raises NonFiniteError naming the first page, token and head that holds NaN or Inf."""
+    for name, x in (("K", k), ("V", v)):
+        bad = ~torch.isfinite(x)
+        if bad.any():
+            page, token, head, channel = bad.nonzero()[0].tolist()
+            value = x[page, token, head, channel].item()
+            raise NonFiniteError(f"{name} is {value} at page {page}, token {token}, KV head {head}, channel {channel}; "
+                                 "keys and values must be finite", (name, page, token, head))  # fmt: skip
+
+
+@functools.cache
+def hadamard(head_dim: int) -> Tensor:
+    """float32 [D, D], orthonormal and symmetric: a Hadamard matrix, block-wise where D is no power of two."""
+    block = head_dim & -head_dim
+    h = torch.ones(1, 1)
+    while h.shape[0] < block:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    return torch.block_diag(*[h / math.sqrt(block)] * (head_dim // block))
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x [..., D] times the Hadamard matrix, in x's dtype. Its own inverse."""
+    h = hadamard(x.shape[-1]).to(x.device)
+    return (x.float() @ h).to(x.dtype)
+
+
+def _bits16(x: Tensor) -> Tensor:
+    return x.half().view(torch.int16).int() & 0xFFFF
+
+
+def _scale_value(byte: Tensor, unit: float) -> Tensor:
+    return (byte << 6).to(torch.int16).view(torch.float16).float() * unit
+
+
+def _scale_byte(s: Tensor, unit: float) -> Tensor:
+    """Smallest code whose value is at least s (float32, >= 0)."""
+    byte = ((_bits16((s / unit).clamp(max=1.9375)) + 63) >> 6).clamp(1, 255)
+    return torch.where(_scale_value(byte, unit) < s, byte + 1, byte).clamp(max=255)
+
+
+def _offset_value(byte: Tensor) -> Tensor:
+    magnitude = ((byte & 0x7F) << 7).to(torch.int16).view(torch.float16).float() * _OFFSET_UNIT
+    return torch.where(byte >= 128, -magnitude, magnitude)
+
+
+def _offset_byte(z: Tensor) -> Tensor:
+    """Largest code whose value is at most z (float32)."""
+    limit = _offset_value(torch.tensor(_MAX_OFFSET)).item()
+    bits = _bits16((z.abs() / _OFFSET_UNIT).clamp(max=limit / _OFFSET_UNIT))
+    down, up = bits >> 7, ((bits + 127) >> 7).clamp(max=_MAX_OFFSET)
+    negative = z < 0
+    byte = torch.where(negative, up | 0x80, down)
+    over = _offset_value(byte) > z
+    return torch.where(over & negative, (byte + 1).clamp(max=0xFF), torch.where(over & (byte > 0), byte - 1, byte))
+
+
+def _grid(x: Tensor, dim: int, unit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups of x (float32) along dim -> scale byte, offset byte (dim kept, size 1), and (x - lo) / s."""
+    lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    limit = _offset_value(torch.tensor(_MAX_OFFSET)).item()
+    need = torch.maximum((hi - lo) / 15, lo.abs() / limit)
+    s_byte = _scale_byte(need, unit)
+    # rounding the offset down uncovers the top of the range: widen the step until both ends are inside
+    for _ in range(8):
+        s = _scale_value(s_byte, unit)
+        z_byte = _offset_byte(lo / s)
+        top = (_offset_value(z_byte) + 15) * s
+        short = top < hi
+        s_byte = torch.where(short, torch.maximum(s_byte + 1, _scale_byte((hi - _offset_value(z_byte) * s) / 15, unit)), s_byte).clamp(max=255)  # fmt: skip
+    s = _scale_value(s_byte, unit)
+    z_byte = _offset_byte(lo / s)
+    return s_byte, z_byte, x / s - _offset_value(z_byte)
+
+
+def _codes(steps: Tensor, planes: int) -> list[Tensor]:
+    """Steps from lo -> 2-bit codes, one a plane: base, refinement, residual high, residual low."""
+    q = steps.round().clamp(0, 15)
+    out = [q.int() >> 2, q.int() & 3]
+    if planes == 4:
+        r = ((steps - q) * 16 + 7.5).round().clamp(0, 15).int()
+        out += [r >> 2, r & 3]
+    return out[:planes]
+
+
+def encode(k: Tensor, v: Tensor, tier: Tier) -> Tensor:
+    """Quantize and pack pages.
+
+    k, v: [P, 32, H, D] float32, bfloat16 or float16; v already rotated. -> uint8 [P, tier.value, H, frame_bytes].
+    Raises ValueError for a tier without planes or a wrong shape, NonFiniteError for NaN or Inf.
+    """
+    if not tier.k_planes:
+        raise ValueError(f"tier {tier.name} has no planes; accepted: INT2, INT3, INT4, INT8")
+    if k.shape != v.shape or k.ndim != 4 or k.shape[1] != PAGE_SIZE:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must both be [pages, {PAGE_SIZE}, KV heads, head_dim]")
+    frame.check_head_dim(k.shape[-1])
+    check_finite(k, v)
+    p, _, h, d = k.shape
+    k, v = (x.float().transpose(1, 2) for x in (k, v))
+    k_scale, k_offset, k_steps = _grid(k, 2, K_UNIT)
+    v_scale, v_offset, v_steps = _grid(v, 3, V_UNIT)
+    k_codes, v_codes = _codes(k_steps, tier.k_planes), _codes(v_steps, tier.v_planes)
+    metadata = frame.join_metadata((k_scale | k_offset << 8).squeeze(2), (v_scale | v_offset << 8).squeeze(3))
+    nothing = torch.zeros_like(metadata[0])
+    out = []
+    for i in range(tier.k_planes):
+        bits = (frame.BASE_BITS, frame.REFINE_BITS)[i % 2]
+        out.append(torch.cat([frame.k_plane(k_codes[i], bits), metadata[0] if i == 0 else nothing], -1))
+        if i < tier.v_planes:
+            out.append(torch.cat([frame.v_plane(v_codes[i], bits), metadata[1] if i == 0 else nothing], -1))
+    return torch.stack(out, 1).to(torch.int16).view(torch.uint8)
+
+
+def _planes_of(tier: Tier) -> tuple[list[int], list[int]]:
+    """Indices, within a page's frames, of K's planes and of V's planes."""
+    k: list[int] = []
+    v: list[int] = []
+    n = 0
+    for i in range(tier.k_planes):
+        k.append(n)
+        n += 1
+        if i < tier.v_planes:
+            v.append(n)
+            n += 1
+    return k, v
+
+
+def _steps(planes: list[Tensor]) -> Tensor:
+    """Plane words [P, H, 32, C] each -> steps from lo, float32 [P, H, 32, C, 8] (word order)."""
+    n = len(planes)
+    tables = [frame.table(frame.BASE_BITS, 4.0, 1.5 if n == 1 else 0.0 if n == 2 else -7.5 / 16)]
+    tables += [frame.table(frame.REFINE_BITS, 1.0, 0.0), frame.table(frame.BASE_BITS, 0.25, 0.0), frame.table(frame.REFINE_BITS, 0.0625, 0.0)]  # fmt: skip
+    out = torch.nn.functional.embedding(planes[0], tables[0].to(planes[0].device))
+    for words, values in zip(planes[1:], tables[1:], strict=False):
+        out += torch.nn.functional.embedding(words, values.to(words.device))
+    return out
+
+
+def decode(frames: Tensor, tier: Tier, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Unpack and dequantize pages: uint8 [P, n, H, frame_bytes], n >= tier.value -> k, v float32 [P, 32, H, D], v still rotated."""
+    w = frame.words(frames).unbind(1)
+    k_index, v_index = _planes_of(tier)
+    k_meta, v_meta = frame.split_metadata(w[0], w[1], head_dim)
+    out = []
+    for words, meta, unit, dim in (
+        ([frame.k_words(w[i], head_dim) for i in k_index], k_meta[:, :, None, :], K_UNIT, 2),
+        ([frame.v_words(w[i], head_dim) for i in v_index], v_meta[:, :, :, None], V_UNIT, 3),
+    ):
+        steps = _steps(words).transpose(3, 4).flatten(3)
+        out.append(((steps + _offset_value(meta >> 8)) * _scale_value(meta & 0xFF, unit)).transpose(1, 2))
+    return out[0], out[1]

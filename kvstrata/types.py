@@ -1,0 +1,105 @@
+"""The nouns of the design: tiers, tags, spans and plans. Knows nothing of tensors, models or storage."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+PAGE_SIZE = 32
+"""Consecutive positions of one sequence that share a tier: the quantization group of K's channels and the unit of reuse."""
+
+
+class Tier(IntEnum):
+    """Mean bits that a K or V element keeps, which is also the number of 2-bit planes of a quantized page."""
+
+    EVICTED = 0
+    INT2 = 2
+    INT3 = 3
+    INT4 = 4
+    INT8 = 8
+    BF16 = 16
+
+    @classmethod
+    def parse(cls, name: "str | int | Tier") -> "Tier":
+        """Tier of a name (`"INT4"`, any case) or of its bits (4). Raises ValueError, naming the accepted ones."""
+        if isinstance(name, str) and name.strip().upper() in cls.__members__:
+            return cls[name.strip().upper()]
+        text = str(name).strip()
+        if text.isdigit() and int(text) in set(cls):
+            return cls(int(text))
+        raise ValueError(f"unknown tier {name!r}; accepted: {', '.join(f'{t.name} ({t.value})' for t in cls)}")
+
+    @property
+    def k_planes(self) -> int:
+        """2-bit planes of K; 0 where the tier is not made of planes."""
+        return {2: 1, 3: 2, 4: 2, 8: 4}.get(self.value, 0)
+
+    @property
+    def v_planes(self) -> int:
+        """2-bit planes of V; 0 where the tier is not made of planes."""
+        return {2: 1, 3: 1, 4: 2, 8: 4}.get(self.value, 0)
+
+
+class Age(IntEnum):
+    """Turns since a token was written: the temporal axis (TriAxialKV)."""
+
+    CURRENT = 0
+    M1 = 1
+    M2 = 2
+    OLDER = 3
+
+
+class Modality(StrEnum):
+    TEXT = "text"
+    IMAGE = "image"
+
+
+class Role(StrEnum):
+    """What a token is in an agent's conversation: the semantic axis (TriAxialKV)."""
+
+    INST = "inst"
+    USER = "user"
+    ASSISTANT = "assistant"
+    REASONING = "reasoning"
+    TOOL_CALL = "tool_call"
+    OBS = "obs"
+    DELIM = "delim"
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    age: Age
+    modality: Modality
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of one role and modality, written in user turn `turn` (0 before the first user message)."""
+
+    start: int
+    end: int
+    role: Role
+    turn: int
+    modality: Modality = Modality.TEXT
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(f"span [{self.start}, {self.end}) is empty or negative; start must be >= 0 and end > start")
+
+    def tag(self, current_turn: int) -> Tag:
+        return Tag(Age(min(max(current_turn - self.turn, 0), Age.OLDER)), self.modality, self.role)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a policy returns: the tier of each page, and dead tokens inside pages that live on.
+
+    tiers[i] is the tier of page i once it leaves the recent window; pages past the end get `default`.
+    dead[i] is a 32-bit mask of page i's dead tokens (bit j = token j of the page); absent = none.
+    """
+
+    tiers: tuple[Tier, ...]
+    default: Tier = Tier.INT4
+    dead: dict[int, int] = field(default_factory=dict)
+
+    def tier(self, page: int) -> Tier:
+        return self.tiers[page] if page < len(self.tiers) else self.default
