@@ -1,0 +1,39 @@
+"""Writing pages into an arena: dense tokens, whole pages in planes. Knows nothing of who owns the frames."""
+
+import torch
+from torch import Tensor
+
+from kvstrata.ops import backend, dense, quant
+from kvstrata.types import Tier
+
+
+def write_pages(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier) -> None:
+    """Quantize and pack pages into the arena. arena uint8 [F, H, frame_bytes], frames int32 [P, n], k, v [P, 32, H, D] (v as stored:
+    rotated). Raises NonFiniteError before anything is written."""
+    if backend.use_triton(arena):
+        from kvstrata.ops.write_kernel import write_pages_triton
+
+        return write_pages_triton(arena, frames, k, v, tier)
+    arena[frames.flatten().long()] = quant.encode(k, v, tier).flatten(0, 1)
+
+
+def write_dense(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put tokens into BF16 pages. frames int32 [N, n] of each token's page, tokens int32 [N] (0 to 31 inside the page), k, v [N, H, D]
+    in the dtype of the store's dense pages, v as stored (rotated)."""
+    if backend.use_triton(arena):
+        from kvstrata.ops.write_kernel import write_dense_triton
+
+        return write_dense_triton(arena, frames, tokens, k, v)
+    n, h, d = k.shape
+    frame_bytes, row = arena.shape[-1], d * k.element_size()
+    for x, first in ((k, 0), (v, 32 * row)):
+        offset = first + tokens.long()[:, None] * row + torch.arange(row, device=arena.device)
+        frame = frames.long().gather(1, offset // frame_bytes)
+        raw = x.contiguous().view(torch.uint8).view(n, h, row)
+        head = torch.arange(h, device=arena.device)[None, :, None]
+        arena[frame[:, None, :], head, (offset % frame_bytes)[:, None, :]] = raw
+
+
+def read_dense(arena: Tensor, frames: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """BF16 pages: frames int32 [P, n] -> k, v [P, 32, H, D] of `dtype`, v as stored."""
+    return dense.from_frames(arena[frames.long()], head_dim, dtype)
