@@ -5,7 +5,6 @@ from typing import Any, Self, TypeVar
 
 from kvstrata.types import PAGE_SIZE
 
-
 T = TypeVar("T")
 
 
