@@ -1,0 +1,1 @@
+"""Evaluation: models, traces, metrics, peers and the report."""
