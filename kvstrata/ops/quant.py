@@ -45,6 +45,14 @@ def check_finite(k: Tensor, v: Tensor) -> None:
                                  "keys and values must be finite", (name, page, token, head))  # fmt: skip
 
 
+def check_pages(k: Tensor, v: Tensor) -> None:
+    """Raises ValueError unless k and v are finite whole pages, [P, 32, H, D], of a head_dim that is supported."""
+    if k.shape != v.shape or k.ndim != 4 or k.shape[1] != PAGE_SIZE:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must both be [pages, {PAGE_SIZE}, KV heads, head_dim]")
+    frame.check_head_dim(k.shape[-1])
+    check_finite(k, v)
+
+
 @functools.cache
 def hadamard(head_dim: int) -> Tensor:
     """float32 [D, D], orthonormal and symmetric: a Hadamard matrix, block-wise where D is no power of two."""
@@ -102,8 +110,8 @@ def _grid(x: Tensor, dim: int, unit: float) -> tuple[Tensor, Tensor, Tensor]:
         s = _scale_value(s_byte, unit)
         z_byte = _offset_byte(lo / s)
         top = (_offset_value(z_byte) + 15) * s
-        short = top < hi
-        s_byte = torch.where(short, torch.maximum(s_byte + 1, _scale_byte((hi - _offset_value(z_byte) * s) / 15, unit)), s_byte).clamp(max=255)  # fmt: skip
+        wider = torch.maximum(s_byte + 1, _scale_byte((hi - _offset_value(z_byte) * s) / 15, unit))
+        s_byte = torch.where(top < hi, wider, s_byte).clamp(max=255)
     s = _scale_value(s_byte, unit)
     z_byte = _offset_byte(lo / s)
     return s_byte, z_byte, x / s - _offset_value(z_byte)
@@ -127,11 +135,7 @@ def encode(k: Tensor, v: Tensor, tier: Tier) -> Tensor:
     """
     if not tier.k_planes:
         raise ValueError(f"tier {tier.name} has no planes; accepted: INT2, INT3, INT4, INT8")
-    if k.shape != v.shape or k.ndim != 4 or k.shape[1] != PAGE_SIZE:
-        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must both be [pages, {PAGE_SIZE}, KV heads, head_dim]")
-    frame.check_head_dim(k.shape[-1])
-    check_finite(k, v)
-    p, _, h, d = k.shape
+    check_pages(k, v)
     k, v = (x.float().transpose(1, 2) for x in (k, v))
     k_scale, k_offset, k_steps = _grid(k, 2, K_UNIT)
     v_scale, v_offset, v_steps = _grid(v, 3, V_UNIT)
@@ -165,7 +169,8 @@ def _steps(planes: list[Tensor]) -> Tensor:
     """Plane words [P, H, 32, C] each -> steps from lo, float32 [P, H, 32, C, 8] (word order)."""
     n = len(planes)
     tables = [frame.table(frame.BASE_BITS, 4.0, 1.5 if n == 1 else 0.0 if n == 2 else -7.5 / 16)]
-    tables += [frame.table(frame.REFINE_BITS, 1.0, 0.0), frame.table(frame.BASE_BITS, 0.25, 0.0), frame.table(frame.REFINE_BITS, 0.0625, 0.0)]  # fmt: skip
+    finer = ((frame.REFINE_BITS, 1.0), (frame.BASE_BITS, 0.25), (frame.REFINE_BITS, 0.0625))
+    tables += [frame.table(bits, scale, 0.0) for bits, scale in finer]
     out = torch.nn.functional.embedding(planes[0], tables[0].to(planes[0].device))
     for words, values in zip(planes[1:], tables[1:], strict=False):
         out += torch.nn.functional.embedding(words, values.to(words.device))
@@ -178,9 +183,9 @@ def decode(frames: Tensor, tier: Tier, head_dim: int) -> tuple[Tensor, Tensor]:
     k_index, v_index = _planes_of(tier)
     k_meta, v_meta = frame.split_metadata(w[0], w[1], head_dim)
     out = []
-    for words, meta, unit, dim in (
-        ([frame.k_words(w[i], head_dim) for i in k_index], k_meta[:, :, None, :], K_UNIT, 2),
-        ([frame.v_words(w[i], head_dim) for i in v_index], v_meta[:, :, :, None], V_UNIT, 3),
+    for words, meta, unit in (
+        ([frame.k_words(w[i], head_dim) for i in k_index], k_meta[:, :, None, :], K_UNIT),
+        ([frame.v_words(w[i], head_dim) for i in v_index], v_meta[:, :, :, None], V_UNIT),
     ):
         steps = _steps(words).transpose(3, 4).flatten(3)
         out.append(((steps + _offset_value(meta >> 8)) * _scale_value(meta & 0xFF, unit)).transpose(1, 2))
