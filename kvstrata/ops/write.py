@@ -1,5 +1,7 @@
 """Writing pages into an arena: dense tokens, whole pages in planes. Knows nothing of who owns the frames."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -7,14 +9,18 @@ from kvstrata.ops import backend, dense, quant
 from kvstrata.types import Tier
 
 
-def write_pages(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier) -> None:
+EncodePages = Callable[[Tensor, Tensor, Tier], Tensor]
+"""Codec: (k, v [P, 32, H, D], tier) -> uint8 [P, n, H, FB]."""
+
+
+def write_pages(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier, *, encode: EncodePages = quant.encode) -> None:
     """Quantize and pack pages into the arena. arena uint8 [F, H, frame_bytes], frames int32 [P, n], k, v [P, 32, H, D] (v as stored:
     rotated). Raises NonFiniteError before anything is written."""
-    if backend.use_triton(arena):
+    if backend.use_triton(arena) and encode is quant.encode:
         from kvstrata.ops.write_kernel import write_pages_triton
 
         return write_pages_triton(arena, frames, k, v, tier)
-    arena[frames.flatten().long()] = quant.encode(k, v, tier).flatten(0, 1)
+    arena[frames.flatten().long()] = encode(k, v, tier).flatten(0, 1)
 
 
 def write_dense(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor) -> None:

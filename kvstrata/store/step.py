@@ -1,0 +1,232 @@
+"""One forward pass over a batch: frames reserved before it, K and V written layer by layer, books changed only at its end.
+
+Nothing that existed before is touched until `commit`: pages that settle get frames of their own, shared pages are copied before a
+token is appended. (A token appended to a page that only this sequence holds lands behind its live mask.) Knows nothing of models.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvstrata.ops import dense, quant
+from kvstrata.ops.table import PageTable
+from kvstrata.ops.write import write_dense, write_pages
+from kvstrata.store.page import Page, Sequence
+from kvstrata.types import PAGE_SIZE, Tier
+
+if TYPE_CHECKING:
+    from kvstrata.store.store import Store
+
+
+@dataclass(slots=True)
+class _PageJob:
+    """Pages that are written whole, one tier. index[p][j]: row of token j in the step's source (see Step._source)."""
+
+    frames: list[tuple[int, ...]] = field(default_factory=list)
+    index: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Change:
+    """What commit does to one sequence: pages from `first` on are replaced."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    first: int
+    pages: list[Page]
+    settled: int
+
+
+class Step:
+    """Made by Store.begin. Then, in this order: `table` (what was stored before), `write` once for each layer, `commit` or `abort`."""
+
+    def __init__(self, store: "Store", sequences: list[Sequence], token_ids: list[list[int]]) -> None:
+        self.table: PageTable = store.tables.build(sequences)
+        self.cu_seqlens = [0]
+        for ids in token_ids:
+            self.cu_seqlens.append(self.cu_seqlens[-1] + len(ids))
+        self.open = True
+        self._store = store
+        self._sequences = sequences
+        self._written: set[int] = set()
+        self._new: list[int] = []
+        self._changes: list[_Change] = []
+        self._jobs: dict[Tier, _PageJob] = {}
+        self._append: list[tuple[tuple[int, ...], int, int]] = []
+        self._sources: dict[Tier, list[tuple[int, ...]]] = {}
+        self._copies: list[tuple[int, int]] = []
+        self._slots: list[tuple[Tier, list[int | tuple[Tier, int]]]] = []
+        try:
+            for i, (s, ids) in enumerate(zip(sequences, token_ids, strict=True)):
+                self._plan_sequence(s, ids, self.cu_seqlens[i])
+        except BaseException:
+            self.abort()
+            raise
+        self._finish_jobs()
+
+    @property
+    def reserved(self) -> list[int]:
+        """Frames that the step holds."""
+        return self._new
+
+    # planning, on the host
+
+    def _allocate(self, n: int) -> tuple[int, ...]:
+        ids = self._store.allocate(n)
+        self._new += ids
+        return tuple(ids)
+
+    def _plan_sequence(self, s: Sequence, ids: list[int], row: int) -> None:
+        before, after = s.num_tokens, s.num_tokens + len(ids)
+        settled = max(s.settled, self._store.first_window_page(after))
+        pages = []
+        for p in range(s.settled, -(-after // PAGE_SIZE)):
+            pages.append(self._plan_page(s, p, settled, before, after, row))
+        self._changes.append(_Change(s, ids, s.settled, pages, settled))
+
+    def _plan_page(self, s: Sequence, p: int, settled: int, before: int, after: int, row: int) -> Page:
+        old = s.pages[p] if p < len(s.pages) else None
+        start = p * PAGE_SIZE
+        known = max(0, min(PAGE_SIZE, before - start))
+        count = min(PAGE_SIZE, after - start)
+        live = (old.live if old else 0) | ((1 << count) - (1 << known))
+        tier = self._tier(s, p, p < settled, count)
+        if p < settled:
+            live &= ~s.plan.dead.get(p, 0)
+        if tier is Tier.EVICTED or not live:
+            return Page(Tier.EVICTED, (), 0)
+        if tier is Tier.BF16 and old is not None and old.tier is Tier.BF16:
+            return Page(tier, self._append_tokens(old, known, count, row - before + start), live)
+        return Page(tier, self._rewrite(old, tier, known, count, row - before + start), live)
+
+    def _rewrite(self, old: Page | None, tier: Tier, known: int, count: int, first_row: int) -> tuple[int, ...]:
+        """Write the page whole, its known tokens from what is stored of them."""
+        frames = self._allocate(self._store.layout.frames(tier))
+        rows: list[int | tuple[Tier, int]] = []
+        if old is not None and known:
+            group = self._sources.setdefault(old.tier, [])
+            rows = [(old.tier, len(group) * PAGE_SIZE + j) for j in range(known)]
+            group.append(old.frames)
+        rows += [first_row + j if j < count else -1 for j in range(known, PAGE_SIZE)]
+        self._jobs.setdefault(tier, _PageJob()).frames.append(frames)
+        self._slots.append((tier, rows))
+        return frames
+
+    def _tier(self, s: Sequence, p: int, settles: bool, count: int) -> Tier:
+        if settles:
+            return self._store.layout.check_tier(s.plan.tier(p))
+        residual = self._store.layout.codec.residual_tier
+        return residual if residual is not None and not self._store.config.window and count < PAGE_SIZE else Tier.BF16
+
+    def _append_tokens(self, old: Page, known: int, count: int, first_row: int) -> tuple[int, ...]:
+        frames = old.frames
+        if count > known and self._store.arena.shared(frames):
+            frames = self._allocate(len(frames))
+            self._copies += list(zip(old.frames, frames, strict=True))
+        for j in range(known, count):
+            self._append.append((frames, j, first_row + j))
+        return frames
+
+    def _finish_jobs(self) -> None:
+        """Rows of the source: stored pages by tier, then the chunk, then one row of zeros."""
+        base, offset = {}, 0
+        for tier in self._sources:
+            base[tier] = offset
+            offset += len(self._sources[tier]) * PAGE_SIZE
+        zero = offset + self.cu_seqlens[-1]
+        for tier, rows in self._slots:
+            index = [base[r[0]] + r[1] if isinstance(r, tuple) else offset + r if r >= 0 else zero for r in rows]
+            self._jobs[tier].index.append(index)
+        device = self._store.arena.buffer.device
+        self._tensors = {
+            tier: (torch.tensor(job.frames, dtype=torch.int32, device=device), torch.tensor(job.index, device=device))
+            for tier, job in self._jobs.items()
+        }
+        self._source_frames = {tier: torch.tensor(f, dtype=torch.int32, device=device) for tier, f in self._sources.items()}
+        if self._append:
+            frames, tokens, rows_ = zip(*self._append, strict=True)
+            self._append_to = tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (frames, tokens, rows_))
+        if self._copies:
+            old, new = torch.tensor(self._copies, device=device).T
+            self._store.arena.buffer[:, new] = self._store.arena.buffer[:, old]
+
+    # the pass itself
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the chunk's K (after RoPE) and V of one layer: [N, H, D], packed as cu_seqlens says.
+
+        Raises NonFiniteError naming layer, KV head, sequence and position; the step can then only be aborted.
+        """
+        assert self.open, "the step has ended"
+        self._check_finite(layer, k, v)
+        store = self._store
+        arena, codec = store.arena.buffer[layer], store.layout.codec
+        dtype = store.dense_dtype
+        k = k.to(dtype)
+        v = (quant.rotate(v) if codec.rotates_v else v).to(dtype)
+        if self._tensors:
+            k_source, v_source = self._source(arena, k, v)
+            for tier, (frames, index) in self._tensors.items():
+                if tier is Tier.BF16:
+                    arena[frames.long()] = dense.to_frames(k_source[index], v_source[index], arena.shape[-1])
+                else:
+                    write_pages(arena, frames, k_source[index], v_source[index], tier, encode=store.layout.encode)
+        if self._append:
+            frames, tokens, rows = self._append_to
+            write_dense(arena, frames, tokens, k[rows.long()], v[rows.long()])
+        self._written.add(layer)
+
+    def _source(self, arena: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        ks, vs = [], []
+        for tier, frames in self._source_frames.items():
+            old = self._store.read_pages(arena, frames, tier)
+            ks.append(old[0].to(k.dtype).flatten(0, 1))
+            vs.append(old[1].to(k.dtype).flatten(0, 1))
+        zero = torch.zeros_like(k[:1])
+        return torch.cat([*ks, k, zero]), torch.cat([*vs, v, zero])
+
+    def _check_finite(self, layer: int, k: Tensor, v: Tensor) -> None:
+        # on a GPU the check would wait for the device in every layer
+        if k.is_cuda:
+            return
+        for name, x in (("K", k), ("V", v)):
+            if bool(torch.isfinite(x).all()):
+                continue
+            row, head, channel = (~torch.isfinite(x)).nonzero()[0].tolist()
+            b = next(i for i in range(len(self._sequences)) if row < self.cu_seqlens[i + 1])
+            position = self._sequences[b].num_tokens + row - self.cu_seqlens[b]
+            raise quant.NonFiniteError(
+                f"{name} is {x[row, head, channel].item()} at layer {layer}, KV head {head}, position {position} of sequence "
+                f"{self._sequences[b].id}, channel {channel}; keys and values must be finite",
+                (name, b, position, head),
+            )
+
+    def commit(self) -> None:
+        """Make the step's tokens part of their sequences. Raises RuntimeError, after aborting, if a layer was not written."""
+        assert self.open, "the step has ended"
+        missing = sorted(set(range(self._store.config.num_layers)) - self._written)
+        if missing:
+            self.abort()
+            raise RuntimeError(f"layers {missing} were not written; nothing was stored")
+        self.open = False
+        arena = self._store.arena
+        for change in self._changes:
+            s = change.sequence
+            kept = {i for page in change.pages for i in page.frames}
+            for page in s.pages[change.first :]:
+                arena.release([i for i in page.frames if i not in kept])
+            s.pages[change.first :] = change.pages
+            s.token_ids += change.token_ids
+            s.settled, s.version = change.settled, s.version + (change.settled != change.first)
+            self._store.publish(s, change.first)
+        self._store.step_ended(self)
+
+    def abort(self) -> None:
+        """Give the reserved frames back; sequences are as they were before `begin`."""
+        if self.open:
+            self.open = False
+            self._store.arena.release(self._new)
+            self._store.step_ended(self)
+

@@ -1,0 +1,263 @@
+"""The store: sequences of pages in one arena, shared by prefix. Knows nothing of models, tags or policies."""
+
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstrata.config import StoreConfig
+from kvstrata.ops import dense
+from kvstrata.ops.write import read_dense
+from kvstrata.store.arena import Arena, OutOfFrames
+from kvstrata.store.layout import Layout
+from kvstrata.store.page import Page, Sequence
+from kvstrata.store.prefix import PrefixIndex, page_key
+from kvstrata.store.step import Step
+from kvstrata.store.tables import TableBuilder
+from kvstrata.types import PAGE_SIZE, Plan, Tier
+
+
+class Store:
+    """Sequences, by id. At most one step is open at a time; a step that fails leaves everything as it was.
+
+    Every method that names a sequence raises ValueError for an unknown one; every method that needs frames raises OutOfFrames
+    where the arena, without what only the prefix index holds, cannot give them.
+    """
+
+    def __init__(self, config: StoreConfig, device: torch.device | str = "cpu") -> None:
+        self.config = config
+        self.layout = Layout.of(config)
+        self.dense_dtype: torch.dtype = getattr(torch, config.dense_dtype)
+        self.arena = Arena(self.layout, config.num_frames, torch.device(device))
+        self.tables = TableBuilder(torch.device(device))
+        self.prefix = PrefixIndex(self.arena)
+        self._sequences: dict[int, Sequence] = {}
+        self._ids = itertools.count(1)
+        self._epochs = itertools.count(1)
+        self._step: Step | None = None
+
+    # sequences
+
+    def add_sequence(self, plan: Plan | None = None) -> int:
+        """A new, empty sequence; its id."""
+        s = Sequence(next(self._ids), plan=plan or Plan(()))
+        self._sequences[s.id] = s
+        return s.id
+
+    def sequence(self, sequence_id: int) -> Sequence:
+        if sequence_id not in self._sequences:
+            raise ValueError(f"unknown sequence {sequence_id}; known: {', '.join(map(str, self._sequences)) or 'none'}")
+        return self._sequences[sequence_id]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return list(self._sequences.values())
+
+    def fork(self, sequence_id: int) -> int:
+        """A copy that shares every frame; whoever appends to a shared page copies it first."""
+        s = self.sequence(sequence_id)
+        twin = Sequence(next(self._ids), list(s.token_ids), list(s.pages), s.settled, s.plan, list(s.keys), s.salt, s.shareable, s.num_tokens)  # fmt: skip
+        for page in s.pages:
+            self.arena.retain(page.frames)
+        self._sequences[twin.id] = twin
+        return twin.id
+
+    def release(self, sequence_id: int) -> int:
+        """End a sequence. Its settled pages stay in the prefix index until their frames are wanted; returns how many frames became free."""
+        s = self.sequence(sequence_id)
+        del self._sequences[sequence_id]
+        self.tables.forget(sequence_id)
+        return sum(self.arena.release(page.frames) for page in s.pages)
+
+    def match_prefix(self, sequence_id: int, token_ids: list[int]) -> int:
+        """Give an empty sequence the stored pages of the longest known prefix of `token_ids`; how many tokens that is.
+
+        Pages that would still be in the recent window after `token_ids` are not taken: they are computed anew, so that what later
+        queries see does not depend on who came before.
+        """
+        s = self.sequence(sequence_id)
+        if s.num_tokens:
+            raise ValueError(f"sequence {sequence_id} has {s.num_tokens} tokens; only an empty one can take a prefix")
+        last = max(0, min((len(token_ids) - 1) // PAGE_SIZE, self.first_window_page(len(token_ids))))
+        keys: list[bytes] = []
+        for p in range(last):
+            page_ids = token_ids[p * PAGE_SIZE : (p + 1) * PAGE_SIZE]
+            keys.append(page_key(keys[-1] if keys else b"", page_ids, self._codec_name))
+        found = self.prefix.match(keys)
+        for page in found:
+            self.arena.retain(page.frames)
+        s.pages, s.keys, s.settled = list(found), keys[: len(found)], len(found)
+        s.token_ids = token_ids[: len(found) * PAGE_SIZE]
+        s.reused_tokens, s.version = s.num_tokens, s.version + 1
+        return s.num_tokens
+
+    @property
+    def _codec_name(self) -> str:
+        return f"{self.layout.codec.name}/{self.config.dense_dtype}/{self.config.window}"
+
+    def first_window_page(self, num_tokens: int) -> int:
+        """First page of the recent window after `num_tokens` tokens: the current aligned group of `window` tokens and the one before
+        it; the unfinished page alone where the window is 0."""
+        window = self.config.window
+        return max(0, num_tokens // window - 1) * window // PAGE_SIZE if window else num_tokens // PAGE_SIZE
+
+    # a forward pass
+
+    def begin(self, sequence_ids: list[int], token_ids: list[list[int]], *, shareable: bool = True) -> Step:
+        """Reserve what a forward pass over `token_ids[i]`, appended to sequence `sequence_ids[i]`, will write.
+
+        shareable: whether token ids identify the tokens (False for embeddings): other sequences may reuse the pages then.
+        Raises ValueError for a sequence named twice or an open step, OutOfFrames before anything is written.
+        """
+        if self._step is not None:
+            raise ValueError("a step is open; commit or abort it first")
+        if len(set(sequence_ids)) != len(sequence_ids):
+            raise ValueError(f"sequence ids {sequence_ids} name a sequence twice")
+        sequences = [self.sequence(i) for i in sequence_ids]
+        for s in sequences:
+            s.shareable &= shareable
+        self._step = Step(self, sequences, token_ids)
+        return self._step
+
+    def step_ended(self, step: Step) -> None:
+        """Called by the step itself."""
+        self._step = None
+
+    def allocate(self, n: int) -> list[int]:
+        """Frames for a sequence, at the cost of pages that only the prefix index holds. Raises OutOfFrames, naming the holders."""
+        short = n - self.arena.free
+        if short > 0:
+            self.prefix.evict(short)
+        if n > self.arena.free:
+            raise OutOfFrames(n, self.arena.free, self.holders())
+        return self.arena.allocate(n)
+
+    def publish(self, s: Sequence, first: int) -> None:
+        """Offer pages that have settled since page `first` to other sequences; called at the end of a step."""
+        for p in range(first, s.settled):
+            page = s.pages[p]
+            if page.live != (1 << PAGE_SIZE) - 1:
+                self._new_epoch(s)
+            if len(s.keys) != p:
+                continue
+            ids = s.token_ids[p * PAGE_SIZE : (p + 1) * PAGE_SIZE]
+            s.keys.append(page_key(s.keys[-1] if s.keys else b"", ids, self._codec_name, s.salt))
+            if s.shareable and not s.salt:
+                self.prefix.insert(s.keys[-1], page)
+
+    def _new_epoch(self, s: Sequence) -> None:
+        """What s computes from now on saw a pruned context: its keys must match nobody else's."""
+        s.salt = f"{s.id}:{next(self._epochs)}".encode()
+
+    def read_pages(self, arena: Tensor, frames: Tensor, tier: Tier) -> tuple[Tensor, Tensor]:
+        """Pages of one layer in floating point: frames int32 [P, n] -> k, v [P, 32, H, D], v as stored."""
+        if tier is Tier.BF16:
+            return read_dense(arena, frames, self.config.head_dim, self.dense_dtype)
+        return self.layout.decode(arena[frames.long()], tier, self.config.head_dim)
+
+    # precision and residency
+
+    def set_plan(self, sequence_id: int, plan: Plan) -> int:
+        """Give a sequence a new plan: settled pages are demoted or evicted where it says so, and never gain what they lost; pages that
+        settle later follow it. Returns how many frames became free. Raises ValueError for a tier that the codec lacks."""
+        s = self.sequence(sequence_id)
+        for tier in {*plan.tiers, plan.default}:
+            self.layout.check_tier(tier)
+        s.plan = plan
+        before = self.arena.free
+        for p in range(s.settled):
+            page = s.pages[p]
+            live = page.live & ~plan.dead.get(p, 0)
+            tier = min(plan.tier(p), page.tier) if live else Tier.EVICTED
+            if tier == page.tier and live == page.live:
+                continue
+            s.pages[p] = self._demote(page, tier, live)
+            s.version += 1
+            if s.pages[p].live != page.live:
+                self._new_epoch(s)
+        return self.arena.free - before
+
+    def _demote(self, page: Page, tier: Tier, live: int) -> Page:
+        if tier is Tier.EVICTED:
+            self.arena.release(page.frames)
+            return Page(Tier.EVICTED, (), 0)
+        n = self.layout.frames(tier)
+        if tier == page.tier or (page.tier.k_planes and self.layout.codec.name == "planes"):
+            # a coarser page is a prefix of its frames: nothing is read, moved or requantized
+            self.arena.release(page.frames[n:])
+            return Page(tier, page.frames[:n], live)
+        frames = self.allocate(n)
+        self._requantize(page, frames, tier)
+        self.arena.release(page.frames)
+        return Page(tier, tuple(frames), live)
+
+    def _requantize(self, page: Page, frames: list[int], tier: Tier) -> None:
+        source = torch.tensor([page.frames], dtype=torch.int32, device=self.arena.buffer.device)
+        for arena in self.arena.buffer:
+            k, v = self.read_pages(arena, source, page.tier)
+            if tier is Tier.BF16:
+                arena[frames] = dense.to_frames(k.to(self.dense_dtype), v.to(self.dense_dtype), arena.shape[-1])[0]
+            else:
+                arena[frames] = self.layout.encode(k, v, tier)[0]
+
+    def crop(self, sequence_id: int, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` tokens. A quantized page that is cut goes on as a BF16 page of the values it had."""
+        s = self.sequence(sequence_id)
+        if not 0 <= num_tokens <= s.num_tokens:
+            raise ValueError(f"cannot crop sequence {sequence_id} of {s.num_tokens} tokens to {num_tokens}; accepted: 0 to {s.num_tokens}")
+        whole, rest = divmod(num_tokens, PAGE_SIZE)
+        tail: list[Page] = []
+        if rest and num_tokens < s.num_tokens:
+            page = s.pages[whole]
+            live = page.live & ((1 << rest) - 1)
+            if page.tier is Tier.BF16:
+                tail = [Page(Tier.BF16, page.frames, live)]
+                self.arena.retain(page.frames)
+            else:
+                frames = self.allocate(self.layout.frames(Tier.BF16))
+                if page.frames:
+                    self._requantize(page, frames, Tier.BF16)
+                tail = [Page(Tier.BF16, tuple(frames), live)]
+        elif rest:
+            return
+        for page in s.pages[whole:]:
+            self.arena.release(page.frames)
+        s.pages[whole:] = tail
+        s.token_ids = s.token_ids[:num_tokens]
+        s.settled, s.keys, s.version = min(s.settled, whole), s.keys[:whole], s.version + 1
+
+    # books
+
+    @property
+    def frames_in_use(self) -> int:
+        """Frames that sequences hold, shared ones once; what only the prefix index holds can be had back at any time."""
+        return self.arena.in_use - self.prefix.reclaimable()
+
+    @property
+    def bytes_in_use(self) -> int:
+        return self.frames_in_use * self.layout.frame_bytes
+
+    def bits_per_element(self) -> float:
+        """Real bits per K and V element, over the tokens of all sequences."""
+        return self.layout.bits_per_element(self.frames_in_use, sum(s.num_tokens for s in self.sequences))
+
+    def holders(self) -> dict[str, int]:
+        """Frames held, by sequence and by the prefix index alone, largest first. A frame that several share counts for each."""
+        held = {f"sequence {s.id} ({s.num_tokens} tokens)": s.frames for s in self.sequences}
+        held["prefix index"] = self.prefix.reclaimable()
+        return {name: n for name, n in sorted(held.items(), key=lambda item: -item[1]) if n}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where frames, references, pages and sequences disagree."""
+        references = np.zeros(self.arena.num_frames, dtype=np.int32)
+        pages = [page for s in self.sequences for page in s.pages] + self.prefix.pages()
+        for page in pages:
+            assert len(page.frames) == self.layout.frames(page.tier), f"{page} has {len(page.frames)} frames"
+            np.add.at(references, list(page.frames), 1)
+        if self._step is not None:
+            np.add.at(references, self._step.reserved, 1)
+        self.arena.check_integrity(references)
+        for s in self.sequences:
+            assert len(s.pages) == -(-s.num_tokens // PAGE_SIZE), f"sequence {s.id}: {len(s.pages)} pages for {s.num_tokens} tokens"
+            assert s.settled <= len(s.pages) and len(s.keys) <= s.settled, f"sequence {s.id}: settled {s.settled}, keys {len(s.keys)}"
