@@ -1,0 +1,247 @@
+"""The command line: demo, tag, eval, chat. Imports torch and the rest only inside commands, so that --help answers at once.
+
+Exit codes: 0 done, 1 a part failed (each named on stderr; the rest ran), 2 the command was called wrongly.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from kvstrata.eval.evaluate import Progress
+    from kvstrata.eval.results import Setting
+
+app = typer.Typer(
+    help="KV cache of language-model agents as strata: pages of 2-bit planes, kept by what each token is.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out, err = Console(), Console(stderr=True)
+
+Model = Annotated[str, typer.Option(help="Folder, hub id, or smollm2, qwen05, qwen15.")]
+Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role.")]
+TierName = Annotated[str | None, typer.Option(help="Tier of policies that take one: INT2, INT3, INT4, INT8, BF16.")]
+Budget = Annotated[float | None, typer.Option(help="Real bits per KV element, everything counted; instead of --tier.")]
+Codec = Annotated[str, typer.Option(help="planes, or a paper's layout: kivi, triaxial, hyquant, hyquant-fp, fp8, int8.")]
+Window = Annotated[int, typer.Option(help="Tokens of the recent window's aligned group, kept at BF16.")]
+DenseType = Annotated[str | None, typer.Option(help="What BF16 pages hold: bfloat16, float16, float32.")]
+Traces = Annotated[str, typer.Option(help="JSONL of {messages, tools}, bfcl:multi_turn_base[:N], bfcl:memory:student[:N], recall[:TURNS].")]
+
+
+def fail(message: object, code: int = 2) -> typer.Exit:
+    """One line on stderr; raise what comes back."""
+    err.print(f"[bold red]error[/]: {str(message).strip()}", highlight=False, soft_wrap=True)
+    return typer.Exit(code)
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """A ValueError or a missing file is the caller's mistake: one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise fail(error) from error
+
+
+def load_model(name: str) -> tuple[Any, Any]:
+    """Model in float32 and tokenizer of a folder, a hub id or a short name."""
+    from transformers.utils import logging
+
+    from kvstrata.eval.models import load
+
+    logging.disable_progress_bar()
+    with usage_errors():
+        return load(name)
+
+
+def make_setting(policy: str, tier: str | None, budget_bits: float | None, codec: str, window: int, dense_dtype: str | None) -> "Setting":
+    """A setting, its names checked. Raises ValueError naming the accepted ones."""
+    from kvstrata.eval.results import Setting
+    from kvstrata.ops.codecs import CODECS, make_codec
+    from kvstrata.policy import POLICIES
+    from kvstrata.types import Tier
+
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; accepted: {', '.join(POLICIES)}")
+    if codec not in CODECS:
+        raise ValueError(f"unknown codec {codec!r}; accepted: {', '.join(CODECS)}")
+    parsed = Tier.parse(tier) if tier is not None else None
+    if parsed is not None and parsed not in (Tier.BF16, *make_codec(codec).tiers):
+        accepted = ", ".join(t.name for t in make_codec(codec).tiers)
+        raise ValueError(f"codec {codec!r} has no tier {parsed.name}; accepted: {accepted}, BF16")
+    return Setting(policy, parsed, budget_bits, codec, window, dense_dtype)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator["Progress"]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=err, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+@app.command("eval")
+def evaluate_command(
+    model: Model,
+    traces: Traces,
+    policy: Policy = "uniform",
+    tier: TierName = None,
+    budget_bits: Budget = None,
+    codec: Codec = "planes",
+    window: Window = 64,
+    protocol: Annotated[str, typer.Option(help="turns: as a session runs; oneshot: one prefill, the last 400 tokens scored.")] = "turns",
+    needles: Annotated[int, typer.Option(help="Facts planted in each conversation that asks nothing itself; 0 for none.")] = 5,
+    dense_dtype: DenseType = None,
+    limit: Annotated[int | None, typer.Option(help="Conversations at most.")] = None,
+    json_out: Annotated[str | None, typer.Option("--json", help="Write the figures as JSON to this file, or - for stdout.")] = None,
+) -> None:
+    """Judge a setting on conversations, token by token against the uncompressed cache."""
+    with usage_errors():
+        from kvstrata.eval.needles import facts
+        from kvstrata.eval.protocols import check_protocol
+        from kvstrata.eval.traces import load_traces
+
+        setting = make_setting(policy, tier, budget_bits, codec, window, dense_dtype)
+        check_protocol(protocol)
+        facts(needles)
+        found = load_traces(traces, limit)
+    for line in found.errors:
+        err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
+    if not found.traces:
+        raise fail(f"no conversation of {traces} could be read", 1)
+    loaded, tokenizer = load_model(model)
+    from kvstrata.eval.evaluate import evaluate
+    from kvstrata.eval.table import results_table
+
+    with usage_errors(), progress_bar() as progress:
+        name = Path(model).name
+        done = evaluate(loaded, tokenizer, found.traces, [setting], name=name, protocol=protocol, needles=needles, progress=progress)
+    for line in done.errors:
+        err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
+    if not done.results[0].outcomes:
+        raise fail("no conversation could be run", 1)
+    if json_out == "-":
+        print(done.results[0].to_json())
+    else:
+        if json_out is not None:
+            Path(json_out).write_text(done.results[0].to_json() + "\n", encoding="utf-8")
+        out.print(results_table(done.results))
+    if found.errors or done.errors:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    model: Model = "smollm2",
+    traces: Annotated[Path | None, typer.Option(help="JSONL whose first conversation is run; the one in examples/ by default.")] = None,
+    report: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("report.html"),
+) -> None:
+    """A real agent conversation at five settings: a table, and report.html."""
+    with usage_errors():
+        from kvstrata.eval.demo import SETTINGS, example, run_demo
+
+        source = traces or example()
+        from kvstrata.eval.traces import load_traces
+
+        found = load_traces(str(source), 1)
+        if found.errors or not found.traces:
+            raise ValueError(found.errors[0])
+    loaded, tokenizer = load_model(model)
+    from kvstrata.eval.table import results_table
+
+    with usage_errors(), progress_bar() as progress:
+        results = run_demo(loaded, tokenizer, found.traces[0], SETTINGS, report, name=Path(model).name, progress=progress)
+    out.print(results_table(results))
+    out.print(f"report: {report.resolve()}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def tag(
+    model: Model,
+    traces: Traces,
+    limit: Annotated[int | None, typer.Option(help="Conversations at most.")] = 1,
+    json_out: Annotated[bool, typer.Option("--json", help="Print spans as JSON lines.")] = False,
+) -> None:
+    """Show what each token of a conversation is: role, modality and age. Needs the tokenizer alone."""
+    with usage_errors():
+        from kvstrata.eval.traces import load_traces
+
+        found = load_traces(traces, limit)
+        tokenizer = load_tokenizer(model)
+    failed = list(found.errors)
+    from kvstrata.eval.conversation import render
+    from kvstrata.eval.table import spans_table
+
+    for trace in found.traces:
+        try:
+            conversation = render(tokenizer, trace)
+        except ValueError as error:
+            failed.append(str(error))
+            continue
+        if json_out:
+            for s in conversation.spans:
+                record = {"trace": trace.id, "start": s.start, "end": s.end, "role": s.role, "modality": s.modality, "turn": s.turn}
+                print(json.dumps(record | {"text": conversation.span_text(s)}, ensure_ascii=False))
+        else:
+            out.print(spans_table(conversation))
+    for line in failed:
+        err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def load_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    from kvstrata.eval.models import MODELS, fetch
+
+    path = str(fetch(name)) if name in MODELS else name
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer in {name!r}: {str(error).splitlines()[0]}") from error
+
+
+@app.command()
+def chat(
+    model: Model = "smollm2",
+    policy: Policy = "uniform",
+    tier: TierName = None,
+    budget_bits: Budget = None,
+    codec: Codec = "planes",
+    window: Window = 64,
+    system: Annotated[str, typer.Option(help="System message.")] = "You are a helpful assistant.",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest reply.", min=1)] = 256,
+) -> None:
+    """Talk to a model whose cache is stored in strata; an empty line or end of file ends it."""
+    with usage_errors():
+        setting = make_setting(policy, tier, budget_bits, codec, window, None)
+    loaded, tokenizer = load_model(model)
+    from kvstrata.session import Session
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
+    with usage_errors(), Session(loaded, tokenizer, **setting.session_arguments()) as session:
+        while text := _read_line():
+            messages.append({"role": "user", "content": text})
+            reply = session.chat(messages, max_new_tokens=max_new_tokens)
+            messages.append(reply.message)
+            out.print(reply.text, markup=False, highlight=False, soft_wrap=True)
+            r = reply.report
+            bits = session.layout.bits_per_element(session.frames_in_use, r.tokens)
+            saved = f"{r.bytes_stored / 2**20:.2f} MiB of {r.bytes_bf16 / 2**20:.2f} at BF16"
+            err.print(f"[dim]{r.tokens} tokens, {bits:.2f} bits, {saved}, {r.reused_tokens} reused, {r.seconds:.1f} s[/]", highlight=False)
+
+
+def _read_line() -> str:
+    try:
+        return (input("> ") if sys.stdin.isatty() else input()).strip()
+    except EOFError:
+        return ""

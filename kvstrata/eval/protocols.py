@@ -1,0 +1,182 @@
+"""What is run on a conversation and which of its tokens are scored; the reference run, and a session's run against it.
+
+turns    turn by turn as a session runs: each chunk dense inside and attending compressed history; every reply after the first is scored
+oneshot  one full-precision prefill, stored once; the last 400 tokens are scored in one chunk
+Questions, where there are some, are asked at the end in both, one after another, and their answers are scored too.
+
+Knows nothing of how results are summed up or shown.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvstrata.eval.conversation import Asked, Conversation, context_end
+from kvstrata.eval.metrics import Comparison, Scores, log_probs
+from kvstrata.types import Role
+
+PROTOCOLS = ("turns", "oneshot")
+TAIL = 400
+"""Tokens that oneshot scores; half of the conversation where it is shorter than twice that."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """chunks: ends of the chunks, ascending, the last the conversation's end. scored: positions of the tokens whose prediction is judged.
+
+    context: tokens of the conversation proper; questions begin there.
+    """
+
+    conversation: Conversation
+    chunks: tuple[int, ...]
+    scored: tuple[int, ...]
+    context: int
+    asked: tuple[Asked, ...] = ()
+
+
+def check_protocol(name: str) -> None:
+    if name not in PROTOCOLS:
+        raise ValueError(f"unknown protocol {name!r}; accepted: {', '.join(PROTOCOLS)}")
+
+
+def make_task(protocol: str, conversation: Conversation, asked: tuple[Asked, ...] = ()) -> Task:
+    """What `protocol` runs on a conversation. Raises ValueError for an unknown protocol and for a conversation with nothing to score."""
+    check_protocol(protocol)
+    n = len(conversation)
+    chunks = conversation.chunks()
+    answers = [p for a in asked for p in range(a.start, a.end)]
+    context = context_end(conversation, len(asked)) if asked else n
+    questions = [end for _, end in conversation.replies[len(conversation.replies) - len(asked) : -1]] if asked else []
+    if protocol == "oneshot":
+        tail = min(TAIL, n // 2)
+        chunks = [context, *questions, n] if asked else [n - tail, n]
+        scored = answers or list(range(n - tail + 1, n))
+    else:
+        told = conversation.replies[1 : len(conversation.replies) - len(asked)]
+        chunks = [*(c for c in chunks if c < context), context, *questions, n]
+        scored = [p for start, end in told for p in range(start, end)] + answers
+    if not scored or chunks[0] < 1:
+        raise ValueError(f"trace {conversation.id}: {protocol} has nothing to score in {n} tokens and {len(conversation.replies)} replies")
+    return Task(conversation, tuple(sorted(set(chunks))), tuple(scored), context, asked)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """log_probs: float32 [scored, vocab] of the uncompressed model. seconds: what its run took."""
+
+    log_probs: Tensor
+    seconds: float
+
+
+@torch.inference_mode()
+def run_reference(model: PreTrainedModel, task: Task) -> Reference:
+    """The model with transformers' own cache over the task's chunks; of the logits only the scored rows are kept."""
+    cache = DynamicCache(config=model.config)
+    rows, started, start = [], time.perf_counter(), 0
+    for end in task.chunks:
+        ids = torch.tensor([task.conversation.token_ids[start:end]], device=model.device)
+        wanted = [p - 1 - start for p in task.scored if start < p <= end]
+        out = model(
+            ids, past_key_values=cache, use_cache=True, logits_to_keep=torch.tensor(wanted or [end - start - 1], device=model.device)
+        )
+        if wanted:
+            rows.append(log_probs(out.logits[0].cpu()))
+        start = end
+    return Reference(torch.cat(rows), time.perf_counter() - started)
+
+
+class SessionLike(Protocol):
+    """The part of a session that an evaluation needs (kvstrata.session.Session)."""
+
+    def feed(self, token_ids: list[int], spans: Any) -> Tensor: ...
+    @property
+    def report(self) -> Any: ...
+    @property
+    def reports(self) -> Any: ...
+    @property
+    def layout(self) -> Any: ...
+    @property
+    def frames_in_use(self) -> int: ...
+    @property
+    def bytes_in_use(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    def page_tiers(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class TurnBytes:
+    """After one chunk: tokens held, bytes stored, and what bfloat16 would take."""
+
+    tokens: int
+    bytes_stored: int
+    bytes_bf16: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One conversation at one setting. Figures of storage are of the context's end, before any question.
+
+    page_tiers: bits of each page's tier; page_bytes: bytes of a page at each tier, by its bits.
+    """
+
+    scores: Scores
+    tokens: int
+    bits_per_element: float
+    bytes_in_use: int
+    bytes_bf16: int
+    peak_bytes: int
+    reused_tokens: int
+    fed_tokens: int
+    seconds: float
+    page_tiers: tuple[int, ...]
+    page_bytes: dict[int, int]
+    turns: tuple[TurnBytes, ...]
+
+
+@torch.inference_mode()
+def run_session(session: SessionLike, task: Task, reference: Reference | None) -> Outcome:
+    """Feed a fresh session the task's chunks and compare its logits with the reference's; without one, only the text's own NLL is known."""
+    conversation, scored = task.conversation, task.scored
+    ids = conversation.token_ids
+    calls = [conversation.role_at(p) is Role.TOOL_CALL for p in scored]
+    rows = reference.log_probs if reference is not None else None
+    comparison = Comparison(rows, list(scored), [ids[p] for p in scored], calls, [_reply_of(conversation, p) for p in scored])
+    started, start, stored, turns = time.perf_counter(), 0, {}, []
+    for end in task.chunks:
+        logits = session.feed(ids[:end], conversation.spans_until(end))
+        # a session that had to run some tokens again returns their logits too: count from the end
+        wanted = [p - 1 - end for p in scored if start < p <= end]
+        if wanted:
+            comparison.add(logits[wanted])
+        del logits
+        turns.append(TurnBytes(end, session.report.bytes_stored, session.report.bytes_bf16))
+        if end <= task.context or not stored:
+            stored = {
+                "tokens": end,
+                "bits_per_element": session.layout.bits_per_element(session.frames_in_use, end),
+                "bytes_in_use": session.bytes_in_use,
+                "bytes_bf16": session.report.bytes_bf16,
+                "peak_bytes": session.peak_bytes,
+                "page_tiers": tuple(int(t) for t in session.page_tiers()),
+                "page_bytes": {int(t): n for t, n in session.layout.tier_bytes().items()},
+            }
+        start = end
+    reports = session.reports
+    return Outcome(
+        scores=comparison.scores(),
+        reused_tokens=sum(r.reused_tokens for r in reports),
+        fed_tokens=sum(r.reused_tokens + r.new_tokens for r in reports),
+        seconds=time.perf_counter() - started,
+        turns=tuple(turns),
+        **stored,
+    )
+
+
+def _reply_of(conversation: Conversation, position: int) -> int:
+    """Index of the reply that holds a position; -1 outside of all."""
+    return next((i for i, (start, end) in enumerate(conversation.replies) if start <= position < end), -1)

@@ -1,0 +1,42 @@
+"""Results and spans as tables for a terminal. Knows nothing of how they came about."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from kvstrata.eval.conversation import Conversation
+from kvstrata.eval.report import AGE_NAMES, figure
+from kvstrata.eval.results import Result
+
+
+def results_table(results: Sequence[Result]) -> Table:
+    """One row a setting: real bits, bytes, losses, tool calls, needles, time."""
+    first = results[0]
+    needles = any(r.needles for r in results)
+    table = Table(title=f"{first.model}, {first.protocol}, {first.tokens:,} tokens", title_justify="left")
+    shown = ["facts", "log p"] if needles else []
+    for name in ("setting", "bits", "MiB", "of bf16", "KL", "KL p95", "top-1", "tool calls", *shown, "reuse", "s"):
+        table.add_column(name, justify="left" if name == "setting" else "right")
+    for r in results:
+        stored = sum(o.bytes_in_use for o in r.outcomes)
+        share = stored / max(sum(o.bytes_bf16 for o in r.outcomes), 1)
+        facts = [f"{r.needle_hits}/{r.needles}", f"{r.needle_logp:.2f}"] if needles else []
+        table.add_row(r.label, f"{r.bits_per_element:.2f}", f"{stored / 2**20:.2f}", f"{share:.0%}", figure(r.kl_mean), figure(r.kl_p95),
+                      percent(r.top1), percent(r.tool_call_top1), *facts, percent(r.reuse), f"{r.seconds:.1f}")  # fmt: skip
+    return table
+
+
+def percent(value: float) -> str:
+    return "–" if value != value else f"{100 * value:.1f}%"
+
+
+def spans_table(conversation: Conversation) -> Table:
+    """One row a span: tokens, turn, age, role and how its text begins."""
+    table = Table(title=f"{conversation.id}: {len(conversation):,} tokens", title_justify="left")
+    for name in ("tokens", "count", "turn", "age", "role", "text"):
+        table.add_column(name, justify="right" if name in ("tokens", "count", "turn") else "left", no_wrap=name != "age")
+    current = conversation.spans[-1].turn
+    for s in conversation.spans:
+        text = conversation.span_text(s).replace("\n", "↵").replace("[", "\\[")
+        table.add_row(f"{s.start}–{s.end - 1}", str(s.end - s.start), str(s.turn), AGE_NAMES[s.tag(current).age], s.role, text[:60])
+    return table

@@ -1,0 +1,139 @@
+"""Conversations to judge on, and where they come from. Knows nothing of models, tokenizers or metrics.
+
+A source is the path of a JSONL file of OpenAI-style `{"messages": [...], "tools": [...]}`, `bfcl:CATEGORY[:N]` (bfcl.py) or
+`recall[:TURNS]` (key-value facts told over many turns, asked at the end).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Question:
+    """Asked after the conversation: `text` by the user; the reply is `prefix` (given) and then `answer` (scored).
+
+    source: the sentence of the conversation that holds the answer; empty where none is known.
+    """
+
+    text: str
+    answer: str
+    prefix: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    id: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    questions: tuple[Question, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.messages, list) or not self.messages:
+            raise ValueError(f"trace {self.id}: messages are {self.messages!r}; a non-empty list of {{role, content}} is needed")
+        if not isinstance(self.tools, list):
+            raise ValueError(f"trace {self.id}: tools are {type(self.tools).__name__}; a list of function schemas is needed")
+        for i, message in enumerate(self.messages):
+            role = message.get("role") if isinstance(message, dict) else None
+            if role not in ROLES:
+                raise ValueError(f"trace {self.id}: message {i} has role {role!r}; accepted: {', '.join(ROLES)}")
+
+
+@dataclass(frozen=True)
+class TraceSet:
+    """Traces of one source. errors: one line for each that could not be read; the others still run."""
+
+    source: str
+    traces: tuple[Trace, ...]
+    errors: tuple[str, ...] = ()
+
+
+def load_traces(source: str, limit: int | None = None) -> TraceSet:
+    """Traces of a source, the first `limit` of them. Raises ValueError for a source that names nothing."""
+    from kvstrata.eval import bfcl  # imports this module's nouns
+
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1")
+    if source.startswith("bfcl:"):
+        traces, errors = list(bfcl.load(source, limit)), []
+    elif source == "recall" or source.startswith("recall:"):
+        traces, errors = [recall(count(source.partition(":")[2] or "24", source))], []
+    else:
+        traces, errors = read_jsonl(Path(source), limit)
+    if not traces and not errors:
+        raise ValueError(f"traces {source!r} hold no conversation")
+    return TraceSet(source, tuple(traces), tuple(errors))
+
+
+def count(text: str, source: str) -> int:
+    """The number at the end of a source name; ValueError unless it is a positive integer."""
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{text!r} in traces {source!r} is not a positive number")
+    return int(text)
+
+
+def read_jsonl(path: Path, limit: int | None = None) -> tuple[list[Trace], list[str]]:
+    """Traces of a JSONL file, and a message for each broken line (`FILE, line N: why`)."""
+    if not path.is_file():
+        raise ValueError(f"traces {str(path)!r}: no such file; accepted: a JSONL file, bfcl:CATEGORY[:N], recall[:TURNS]")
+    traces: list[Trace] = []
+    errors: list[str] = []
+    for number, line in _lines(path):
+        if limit is not None and len(traces) == limit:
+            break
+        try:
+            traces.append(parse(json.loads(line), f"{path.stem}_{number}"))
+        except ValueError as error:
+            errors.append(f"{path}, line {number}: {error}")
+    return traces, errors
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, line
+
+
+def parse(record: Any, default_id: str) -> Trace:
+    """A trace of one JSON object. Keys other than id, messages, tools and questions are left alone."""
+    if not isinstance(record, dict) or "messages" not in record:
+        raise ValueError("no object with a 'messages' list")
+    try:
+        questions = tuple(Question(**q) for q in record.get("questions") or ())
+    except TypeError as error:
+        raise ValueError(f"questions need 'text' and 'answer', and may have 'prefix' and 'source': {error}") from None
+    return Trace(str(record.get("id", default_id)), record["messages"], record.get("tools") or [], questions)
+
+
+def to_json(trace: Trace) -> str:
+    """One line of JSONL; parse() reads it back."""
+    record: dict[str, Any] = {"id": trace.id, "messages": trace.messages, "tools": trace.tools}
+    if trace.questions:
+        record["questions"] = [vars(q) for q in trace.questions]
+    return json.dumps(record, ensure_ascii=False)
+
+
+_COLOURS = ("amber", "cobalt", "coral", "ebony", "ivory", "jade", "khaki", "lilac", "maroon", "ochre", "olive", "pearl")
+_THINGS = ("locker", "garage", "safe", "vault", "cabinet", "studio", "cellar", "archive", "hangar", "kiosk", "depot", "shed")
+
+
+def recall(turns: int) -> Trace:
+    """A conversation of `turns` turns that each tell one key and its value; every third key is asked at the end, oldest first."""
+    if not 1 <= turns <= len(_COLOURS) * len(_THINGS):
+        raise ValueError(f"recall of {turns} turns; accepted: 1 to {len(_COLOURS) * len(_THINGS)}")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "You keep the user's codes and repeat them when asked."}]
+    questions = []
+    for i in range(turns):
+        name = f"{_COLOURS[i % 12]} {_THINGS[(i + i // 12) % 12]}"
+        value = str(1000 + (7919 * (i + 1)) % 9000)
+        fact = f"The code of the {name} is {value}."
+        messages += [{"role": "user", "content": fact}, {"role": "assistant", "content": f"Noted: {name}."}]
+        if i % 3 == 0:
+            questions.append(Question(f"What is the code of the {name}?", value, f"The code of the {name} is ", fact))
+    return Trace(f"recall_{turns}", messages, [], tuple(questions))
