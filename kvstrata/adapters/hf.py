@@ -183,9 +183,8 @@ class StrataCache(Cache):
         added = [] if self.sequence_ids else [self.store.add_sequence() for _ in range(batch)]
         sequence_ids = self.sequence_ids or added
         try:
-            if self.planner is not None:
-                for i, new in zip(sequence_ids, tokens, strict=True):
-                    self.store.set_plan(i, self.planner(self.store.sequence(i).token_ids + new))
+            for i, new in zip(sequence_ids, tokens, strict=True):
+                self._replan(i, new)
             self._step = self.store.begin(sequence_ids, tokens, shareable=input_ids is not None)
         except BaseException:
             for i in added:
@@ -196,6 +195,11 @@ class StrataCache(Cache):
         self._chunk = valid
         self._rows = valid.flatten().nonzero()[:, 0]
         self._all_rows = bool(valid.all())
+
+    def _replan(self, sequence_id: int, new: list[int]) -> None:
+        s = self.store.sequence(sequence_id)
+        if self.planner is not None and self.store.first_window_page(s.num_tokens + len(new)) > s.settled:
+            self.store.set_plan(sequence_id, self.planner(s.token_ids + new))
 
     def _valid(self, batch: int, length: int, mask: Tensor | None) -> Tensor:
         if mask is None:
@@ -302,8 +306,12 @@ class StrataCache(Cache):
 
 
 @contextlib.contextmanager
-def attached(model: PreTrainedModel, store: Store, planner: Planner | None = None) -> Iterator[StrataCache]:
+def attached(model: PreTrainedModel, store: Store, planner: Planner | None = None, *, cache: StrataCache | None = None) -> Iterator[StrataCache]:  # fmt: skip
     """Attach a store to a model; yields the cache to pass to its forward passes. Detaching leaves the model as it was.
+
+    cache: continue with this one, made by an earlier `StrataCache(model, store)`, and keep what it holds at the end. Without it a new
+    cache is made, and its sequences are released at the end.
+    planner: called before a forward pass in which pages will settle, for each sequence.
 
     Raises UnsupportedModel for a family, layer type or head_dim that is not supported, ValueError where the store's geometry is not
     the model's or the model is attached already.
@@ -315,7 +323,9 @@ def attached(model: PreTrainedModel, store: Store, planner: Planner | None = Non
             raise ValueError(f"the store has {name} {getattr(store.config, name)}, the model {getattr(expected, name)}")
     if str(config._attn_implementation).startswith("kvstrata"):
         raise ValueError("a store is attached to this model already; detach it first")
-    cache = StrataCache(model, store, planner)
+    kept, cache = cache is not None, cache or StrataCache(model, store, planner)
+    if cache.store is not store:
+        raise ValueError("the cache belongs to another store")
     name = f"kvstrata_{next(_names)}"
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
@@ -353,5 +363,7 @@ def attached(model: PreTrainedModel, store: Store, planner: Planner | None = Non
         for hook in hooks:
             hook.remove()
         config._attn_implementation = previous
-        cache.reset()
+        cache.abort()
+        if not kept:
+            cache.reset()
         AttentionInterface._global_mapping.pop(name, None)

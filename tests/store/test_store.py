@@ -1,0 +1,393 @@
+"""The store against a plain reference: every token's K and V, kept in a list."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstrata.config import StoreConfig
+from kvstrata.ops import quant
+from kvstrata.store.arena import OutOfFrames
+from kvstrata.store.store import Store
+from kvstrata.types import PAGE_SIZE, Plan, Tier
+
+L, H, D = 2, 2, 64
+
+
+def make_store(num_frames: int = 2000, **settings_: object) -> Store:
+    store = Store(StoreConfig(**{"num_layers": L, "num_kv_heads": H, "head_dim": D, "num_frames": num_frames, "dense_dtype": "float32"} | settings_))  # type: ignore[arg-type]
+    # what was never written must never be read
+    store.arena.buffer.fill_(0xFF)
+    store.arena.buffer[:, 0] = 0
+    return store
+
+
+def kv(tokens: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V that depend on the token alone."""
+    g = torch.arange(H * D, dtype=torch.float64).view(1, H, D)
+    t = torch.tensor(tokens, dtype=torch.float64).view(-1, 1, 1)
+    noise = [torch.sin(t * a + g * b + layer) * 43758.5453 for a, b in ((12.9898, 78.233), (39.346, 11.135))]
+    k, v = ((2 * (x - x.floor()) - 1).float() for x in noise)
+    return k, v
+
+
+def feed(store: Store, ids: list[int], tokens: list[list[int]], *, commit: bool = True) -> None:
+    step = store.begin(ids, tokens)
+    flat = [t for row in tokens for t in row]
+    for layer in range(L):
+        step.write(layer, *kv(flat, layer))
+    store.check_integrity()
+    if commit:
+        step.commit()
+    else:
+        step.abort()
+    store.check_integrity()
+
+
+def stored(store: Store, sequence: int, layer: int) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Live K and V by position, V rotated back."""
+    k_out, v_out = {}, {}
+    for p, page in enumerate(store.sequence(sequence).pages):
+        if not page.frames:
+            continue
+        frames = torch.tensor([page.frames], dtype=torch.int32)
+        k, v = store.read_pages(store.arena.buffer[layer], frames, page.tier)
+        v = quant.rotate(v.float()) if store.layout.codec.rotates_v else v.float()
+        for j in range(PAGE_SIZE):
+            if page.live >> j & 1:
+                k_out[p * PAGE_SIZE + j], v_out[p * PAGE_SIZE + j] = k[0, j].float(), v[0, j]
+    return k_out, v_out
+
+
+TOLERANCE = {Tier.INT2: 0.4, Tier.INT3: 0.12, Tier.INT4: 0.12, Tier.INT8: 0.02, Tier.BF16: 1e-5}
+"""Largest error of K, in [-1, 1]; V's is spread by the rotation."""
+V_TOLERANCE = {Tier.INT2: 1.3, Tier.INT3: 1.3, Tier.INT4: 0.35, Tier.INT8: 0.03, Tier.BF16: 1e-5}
+
+
+def check_content(store: Store, sequence: int) -> None:
+    s = store.sequence(sequence)
+    for layer in range(L):
+        if not s.token_ids:
+            continue
+        k_ref, v_ref = kv(s.token_ids, layer)
+        k, v = stored(store, sequence, layer)
+        for position in k:
+            tier = s.pages[position // PAGE_SIZE].tier
+            assert (k[position] - k_ref[position]).abs().max() < TOLERANCE[tier], (position, tier)
+            assert (v[position] - v_ref[position]).abs().max() < V_TOLERANCE[tier], (position, tier)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 95, 127, 128, 129, 191, 192, 200])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+def test_every_length_from_one_up_whatever_the_chunking(length: int, chunk: int) -> None:
+    store = make_store()
+    i = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
+    for start in range(0, length, chunk):
+        feed(store, [i], [list(range(start, min(start + chunk, length)))])
+    s = store.sequence(i)
+    first = max(0, length // 64 - 1) * 2
+    assert [p.tier for p in s.pages] == [Tier.BF16 if n == 0 or n >= first else Tier.INT4 for n in range(-(-length // 32))]
+    assert set(stored(store, i, 0)[0]) == set(range(length))
+    check_content(store, i)
+
+
+def test_the_same_tokens_give_the_same_bytes_whatever_the_chunking() -> None:
+    pages = []
+    for chunk in (1, 13, 300):
+        store = make_store()
+        i = store.add_sequence(Plan((Tier.BF16,), Tier.INT3))
+        for start in range(0, 300, chunk):
+            feed(store, [i], [list(range(start, min(start + chunk, 300)))])
+        pages.append([store.arena.buffer[:, list(p.frames)] for p in store.sequence(i).pages[:8]])
+    for a, b, c in zip(*pages, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_only_the_first_sequence_of_a_batch_compressed() -> None:
+    """Bytes are asserted for each sequence of a ragged batch."""
+    store = make_store()
+    ids = [store.add_sequence(Plan((), Tier.INT2)) for _ in range(3)]
+    feed(store, ids, [list(range(500)), list(range(40)), list(range(300))])
+    for i, n in zip(ids, (500, 40, 300), strict=True):
+        window = -(-n // 32) - max(0, n // 64 - 1) * 2
+        assert store.sequence(i).frames == window * store.layout.frames(Tier.BF16) + 2 * (-(-n // 32) - window)
+        check_content(store, i)
+
+
+def test_memory_does_not_fall_when_a_plan_is_lowered() -> None:
+    """Frames come back to the arena at once, and demotion drops planes without touching the others."""
+    store = make_store()
+    i = store.add_sequence(Plan((Tier.BF16,), Tier.INT8))
+    feed(store, [i], [list(range(400))])
+    store.prefix.clear()
+    held = [p.frames for p in store.sequence(i).pages]
+    before, free = store.arena.buffer.clone(), store.arena.free
+    for tier, planes in ((Tier.INT4, 4), (Tier.INT3, 3), (Tier.INT2, 2)):
+        freed = store.set_plan(i, Plan((Tier.BF16,), tier))
+        store.check_integrity()
+        assert freed == store.arena.free - free > 0
+        free = store.arena.free
+        assert [p.frames for p in store.sequence(i).pages[1:10]] == [f[:planes] for f in held[1:10]]
+        assert torch.equal(store.arena.buffer, before)
+        check_content(store, i)
+    # what was lost is not gained back
+    assert store.set_plan(i, Plan((), Tier.BF16)) == 0
+    assert store.sequence(i).pages[3].tier is Tier.INT2
+
+
+def test_evicted_pages_free_their_frames_and_dead_tokens_are_masked() -> None:
+    store = make_store()
+    i = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
+    feed(store, [i], [list(range(300))])
+    store.prefix.clear()
+    free = store.arena.free
+    store.set_plan(i, Plan((Tier.BF16, Tier.EVICTED), Tier.INT4, dead={2: 0xFF, 3: 0xFFFFFFFF}))
+    store.check_integrity()
+    assert store.arena.free == free + 8
+    positions = set(stored(store, i, 0)[0])
+    assert positions == set(range(32)) | set(range(72, 96)) | set(range(128, 300))
+    check_content(store, i)
+
+
+def test_out_of_frames_says_who_holds_them_and_changes_nothing() -> None:
+    store = make_store(num_frames=1 + 27 * 4 + 40)
+    a, b = store.add_sequence(Plan((), Tier.INT4)), store.add_sequence(Plan((), Tier.INT4))
+    feed(store, [a], [list(range(100))])
+    before = store.sequence(a).token_ids[:]
+    with pytest.raises(OutOfFrames, match=r"asked for 27 frames, \d+ are free; held by: sequence 1 \(100 tokens\) 108") as error:
+        store.begin([a, b], [[1], list(range(64))])
+    assert error.value.asked == 27 and error.value.free == 13 and error.value.holders == {"sequence 1 (100 tokens)": 108}
+    store.check_integrity()
+    assert store.sequence(a).token_ids == before and not store.sequence(b).pages
+    feed(store, [a], [[100, 101]])
+    check_content(store, a)
+
+
+def test_an_aborted_step_leaves_everything_as_it_was() -> None:
+    store = make_store()
+    i = store.add_sequence(Plan((), Tier.INT4))
+    feed(store, [i], [list(range(130))])
+    s = store.sequence(i)
+    pages, free = list(s.pages), store.arena.free
+    feed(store, [i], [list(range(1000, 1100))], commit=False)
+    assert (s.pages, s.num_tokens, store.arena.free) == (pages, 130, free)
+    check_content(store, i)
+    feed(store, [i], [list(range(130, 200))])
+    check_content(store, i)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_are_named_by_layer_head_and_position(value: float) -> None:
+    store = make_store()
+    a, b = store.add_sequence(), store.add_sequence()
+    feed(store, [a, b], [list(range(10)), list(range(20))])
+    step = store.begin([a, b], [[1, 2, 3], [4, 5, 6]])
+    k, v = kv([1, 2, 3, 4, 5, 6], 0)
+    v[4, 1, 7] = value
+    step.write(0, *kv([1, 2, 3, 4, 5, 6], 0))
+    with pytest.raises(quant.NonFiniteError, match=r"V is -?(nan|inf) at layer 1, KV head 1, position 21 of sequence 2, channel 7"):
+        step.write(1, k, v)
+    step.abort()
+    store.check_integrity()
+    assert store.sequence(b).num_tokens == 20
+
+
+def test_a_step_with_a_missing_layer_stores_nothing() -> None:
+    store = make_store()
+    i = store.add_sequence()
+    step = store.begin([i], [[1, 2]])
+    step.write(0, *kv([1, 2], 0))
+    with pytest.raises(RuntimeError, match=r"layers \[1\] were not written"):
+        step.commit()
+    store.check_integrity()
+    assert store.sequence(i).num_tokens == 0
+
+
+def test_forks_share_frames_until_they_part() -> None:
+    store = make_store()
+    a = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
+    feed(store, [a], [list(range(150))])
+    used = store.arena.in_use
+    b = store.fork(a)
+    assert store.arena.in_use == used
+    feed(store, [b], [[7, 8, 9]])
+    feed(store, [a], [list(range(150, 260))])
+    check_content(store, a)
+    check_content(store, b)
+    store.release(a)
+    store.check_integrity()
+    check_content(store, b)
+
+
+def test_prefix_reuse_and_what_the_index_gives_back() -> None:
+    store = make_store()
+    a = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
+    feed(store, [a], [list(range(300))])
+    b = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
+    # 300 tokens: pages from 192 on are still in the window
+    assert store.match_prefix(b, list(range(300))) == 192
+    assert store.sequence(b).pages == store.sequence(a).pages[:6]
+    feed(store, [b], [list(range(192, 250)) + [9] * 100])
+    check_content(store, b)
+    c = store.add_sequence()
+    assert store.match_prefix(c, list(range(70, 400))) == 0
+    for i in (a, b, c):
+        store.release(i)
+    store.check_integrity()
+    assert store.frames_in_use == 0 and store.arena.in_use == store.prefix.frames > 0
+    d = store.add_sequence(Plan((), Tier.INT4))
+    assert store.match_prefix(d, list(range(100))) == 0  # all of it would be window
+    assert store.match_prefix(d, list(range(200))) == 128
+
+
+def test_demotion_keeps_planes_for_those_who_share_them() -> None:
+    store = make_store()
+    a = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
+    feed(store, [a], [list(range(300))])
+    b = store.fork(a)
+    store.set_plan(a, Plan((Tier.BF16,), Tier.INT2))
+    store.check_integrity()
+    assert store.sequence(b).pages[2].tier is Tier.INT4 and store.sequence(a).pages[2].frames == store.sequence(b).pages[2].frames[:2]
+    check_content(store, b)
+
+
+def test_what_is_computed_after_an_eviction_serves_nobody_else() -> None:
+    store = make_store()
+    a = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
+    feed(store, [a], [list(range(256))])
+    store.set_plan(a, Plan((Tier.BF16, Tier.EVICTED), Tier.INT4))
+    feed(store, [a], [list(range(256, 512))])
+    b = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
+    # pages 0 to 5 settled before the eviction (page 1 too: the index still has it), the rest saw a pruned context
+    assert store.match_prefix(b, list(range(512))) == 192
+
+
+def test_crop_that_does_nothing() -> None:
+    """Every cut point, in the window and in settled pages; the sequence goes on from there."""
+    for keep in (0, 1, 31, 32, 40, 95, 96, 130, 191, 192, 239, 240):
+        store = make_store()
+        i = store.add_sequence(Plan((Tier.BF16, Tier.EVICTED), Tier.INT4))
+        feed(store, [i], [list(range(240))])
+        store.crop(i, keep)
+        store.check_integrity()
+        assert store.sequence(i).num_tokens == keep
+        assert set(stored(store, i, 1)[0]) == set(range(keep)) - set(range(32, 64))
+        feed(store, [i], [list(range(5000, 5150))])
+        s = store.sequence(i)
+        assert s.token_ids == list(range(keep)) + list(range(5000, 5150))
+        # a token of a quantized page that was cut keeps the error it had, whatever its page is now
+        k_ref, _ = kv(s.token_ids, 0)
+        for position, k in stored(store, i, 0)[0].items():
+            assert (k - k_ref[position]).abs().max() < (0.2 if position < keep else TOLERANCE[s.pages[position // 32].tier] * 1.5)
+
+
+def test_bad_calls_name_the_value() -> None:
+    store = make_store(codec="kivi")
+    i = store.add_sequence()
+    with pytest.raises(ValueError, match="unknown sequence 9; known: 1"):
+        store.release(9)
+    with pytest.raises(ValueError, match=r"codec 'kivi' has no tier INT8; accepted: EVICTED, INT2, INT4, BF16"):
+        store.set_plan(i, Plan((), Tier.INT8))
+    with pytest.raises(ValueError, match="cannot crop sequence 1 of 0 tokens to 3"):
+        store.crop(i, 3)
+    with pytest.raises(ValueError, match="twice"):
+        store.begin([i, i], [[1], [2]])
+    step = store.begin([i], [[1]])
+    with pytest.raises(ValueError, match="a step is open"):
+        store.begin([i], [[1]])
+    step.abort()
+    with pytest.raises(ValueError, match="window is 48"):
+        make_store(window=48)
+    with pytest.raises(ValueError, match="unknown StoreConfig key 'pages'; accepted: num_layers"):
+        StoreConfig.from_dict({"pages": 3})
+
+
+@pytest.mark.parametrize("codec", ["kivi", "triaxial", "hyquant", "hyquant-fp", "fp8", "int8"])
+def test_other_codecs_store_what_they_should(codec: str) -> None:
+    for window in (0, 64):
+        store = make_store(codec=codec, window=window)
+        tier = store.layout.codec.tiers[-1]
+        i = store.add_sequence(Plan((), tier))
+        for start, end in ((0, 5), (5, 6), (6, 40), (40, 170), (170, 171)):
+            feed(store, [i], [list(range(start, end))])
+        s = store.sequence(i)
+        k_ref, v_ref = kv(s.token_ids, 0)
+        k, v = stored(store, i, 0)
+        assert set(k) == set(range(171))
+        assert all((k[p] - k_ref[p]).abs().max() < 0.3 and (v[p] - v_ref[p]).abs().max() < 0.3 for p in k)
+        if window == 0:
+            assert s.pages[-1].tier is (Tier.INT4 if codec == "triaxial" else Tier.BF16)
+            assert all(page.tier is tier for page in s.pages[:-1])
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any order of operations keeps the books and the content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = make_store(num_frames=700)
+        self.next = 0
+
+    def ids(self) -> list[int]:
+        return [s.id for s in self.store.sequences]
+
+    @rule(tiers=st.lists(st.sampled_from([Tier.EVICTED, Tier.INT2, Tier.INT3, Tier.INT4, Tier.BF16]), max_size=4))
+    def add(self, tiers: list[Tier]) -> None:
+        if len(self.ids()) < 4:
+            self.store.add_sequence(Plan(tuple(tiers), Tier.INT3))
+
+    @precondition(lambda self: self.ids())
+    @rule(data=st.data(), n=st.integers(1, 150), fresh=st.booleans(), commit=st.booleans())
+    def extend(self, data: st.DataObject, n: int, fresh: bool, commit: bool) -> None:
+        i = data.draw(st.sampled_from(self.ids()))
+        start = 10_000 * self.next if fresh else self.store.sequence(i).num_tokens
+        self.next += fresh
+        try:
+            feed(self.store, [i], [list(range(start, start + n))], commit=commit)
+        except OutOfFrames as error:
+            assert error.asked > error.free
+
+    @precondition(lambda self: self.ids())
+    @rule(data=st.data(), tier=st.sampled_from([Tier.INT2, Tier.INT3, Tier.INT4, Tier.BF16]), first=st.sampled_from([Tier.EVICTED, Tier.INT2, Tier.BF16]), dead=st.dictionaries(st.integers(0, 6), st.integers(0, 2**32 - 1), max_size=2))  # fmt: skip
+    def plan(self, data: st.DataObject, tier: Tier, first: Tier, dead: dict[int, int]) -> None:
+        try:
+            self.store.set_plan(data.draw(st.sampled_from(self.ids())), Plan((first,), tier, dead))
+        except OutOfFrames as error:
+            assert error.asked > error.free
+
+    @precondition(lambda self: self.ids())
+    @rule(data=st.data(), keep=st.floats(0, 1))
+    def crop(self, data: st.DataObject, keep: float) -> None:
+        i = data.draw(st.sampled_from(self.ids()))
+        s = self.store.sequence(i)
+        try:
+            self.store.crop(i, int(keep * s.num_tokens) // PAGE_SIZE * PAGE_SIZE)
+        except OutOfFrames as error:
+            assert error.asked > error.free
+
+    @precondition(lambda self: 0 < len(self.ids()) < 4)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        self.store.fork(data.draw(st.sampled_from(self.ids())))
+
+    @precondition(lambda self: self.ids())
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.store.release(data.draw(st.sampled_from(self.ids())))
+
+    @rule(n=st.integers(1, 400))
+    def match(self, n: int) -> None:
+        if len(self.ids()) < 4:
+            i = self.store.add_sequence(Plan((), Tier.INT4))
+            assert self.store.match_prefix(i, list(range(n))) % PAGE_SIZE == 0
+
+    @invariant()
+    def books_and_content(self) -> None:
+        self.store.check_integrity()
+        for i in self.ids():
+            check_content(self.store, i)
+
+
+StoreMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
+TestStoreMachine = StoreMachine.TestCase
