@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvstrata.adapters.hf import cache_keyword
 from kvstrata.eval.conversation import Asked, Conversation, context_end
 from kvstrata.eval.metrics import Comparison, Scores, log_probs
 from kvstrata.types import Role
