@@ -1,0 +1,117 @@
+"""What a plan may cost, and what policies may look at. Knows no store: whoever asks for a plan says what a page costs at each tier."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstrata.types import PAGE_SIZE, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """current_turn: the newest user turn. mass: attention mass of each page, if it was measured (any scale, one number a page)."""
+
+    current_turn: int = 0
+    mass: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A ceiling on a sequence's bytes, everything counted: metadata, sinks, the recent window, and the padding of the last page.
+
+    Exactly one of bits (real bits a KV element, averaged over the sequence) and bytes is given.
+    tier_bytes: bytes of one page, over all layers, at each tier that the codec has, BF16 included; EVICTED costs 0.
+    page_elements: K and V elements of one page of PAGE_SIZE tokens, over all layers and KV heads.
+    window_pages: pages at the end that are BF16 whatever the plan says.
+    """
+
+    tier_bytes: Mapping[Tier, int]
+    num_tokens: int
+    page_elements: int
+    bits: float | None = None
+    bytes: int | None = None
+    window_pages: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.bits is None) == (self.bytes is None):
+            raise ValueError(f"budget has bits {self.bits} and bytes {self.bytes}; exactly one of them must be given")
+        value = self.bits if self.bits is not None else self.bytes
+        if value is None or not value > 0:
+            raise ValueError(f"budget is {value}; it must be above 0")
+        if Tier.BF16 not in self.tier_bytes:
+            raise ValueError(f"tier_bytes has {', '.join(t.name for t in self.tier_bytes)}; BF16 must be among them, for sinks and window")
+        for name in ("num_tokens", "window_pages"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.page_elements < 1:
+            raise ValueError(f"page_elements is {self.page_elements}; it must be at least 1")
+
+    @property
+    def num_pages(self) -> int:
+        return -(-self.num_tokens // PAGE_SIZE)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the sequence may take."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.bits is not None
+        return int(self.bits * self.num_tokens * self.page_elements / PAGE_SIZE / 8)
+
+    def body(self, sinks: int) -> range:
+        """Pages whose tier a policy can choose: neither sinks nor in the window."""
+        start = min(sinks, self.num_pages)
+        return range(start, max(start, self.num_pages - self.window_pages))
+
+    def page_bytes(self, page: int, tier: Tier) -> int:
+        """What `page` costs at `tier`: a page of the window is BF16 until it leaves it."""
+        if page >= self.num_pages - self.window_pages:
+            return self.tier_bytes[Tier.BF16]
+        return 0 if tier is Tier.EVICTED else self.tier_bytes[tier]
+
+    def cost(self, tiers: Sequence[Tier]) -> int:
+        """Bytes of a plan."""
+        return sum(self.page_bytes(page, tier) for page, tier in enumerate(tiers))
+
+    def real_bits(self, num_bytes: int) -> float:
+        """Real bits an element of `num_bytes` in this sequence."""
+        return num_bytes * 8 * PAGE_SIZE / max(1, self.num_tokens * self.page_elements)
+
+    def check(self, tiers: Sequence[Tier], policy: str) -> None:
+        """Raise ValueError, naming the floor, unless a policy's cheapest plan fits."""
+        floor = self.cost(tiers)
+        if floor > self.limit:
+            value = f"{self.bits} bits" if self.bits is not None else f"{self.bytes} bytes"
+            raise ValueError(
+                f"budget of {value} ({self.limit} bytes) for {self.num_tokens} tokens is below the floor of policy {policy!r}: "
+                f"{self.real_bits(floor):.2f} bits an element, {floor} bytes"
+            )
+
+
+QUANTIZED = (Tier.INT2, Tier.INT3, Tier.INT4, Tier.INT8)
+
+
+def check_tiers(tiers: Sequence[Tier | str | int]) -> tuple[Tier, ...]:
+    """The quantized tiers that a codec has, ascending. Raises ValueError where there is none, or one that is not quantized."""
+    parsed = tuple(sorted({Tier.parse(t) for t in tiers}))
+    if not parsed or not set(parsed) <= set(QUANTIZED):
+        raise ValueError(f"tiers is {tuple(tiers)!r}; accepted: one or more of {', '.join(t.name for t in QUANTIZED)}")
+    return parsed
+
+
+def check_tier(tier: Tier, accepted: Sequence[Tier]) -> None:
+    if tier not in accepted:
+        raise ValueError(f"tier {tier.name} is none of the codec's; accepted: {', '.join(t.name for t in accepted)}")
+
+
+def check_sinks(sinks: int) -> None:
+    if sinks < 0:
+        raise ValueError(f"sinks is {sinks}; accepted: 0 or more pages")
+
+
+def num_pages(num_tokens: int, budget: Budget | None) -> int:
+    """Pages of a sequence. Raises ValueError where the budget speaks of another sequence."""
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens is {num_tokens}; it must be 0 or more")
+    if budget is not None and budget.num_tokens != num_tokens:
+        raise ValueError(f"the budget is for {budget.num_tokens} tokens, the sequence has {num_tokens}")
+    return -(-num_tokens // PAGE_SIZE)

@@ -1,0 +1,199 @@
+"""A single-pass automaton over units (vocabulary.py): which kind of text each position is. Knows nothing of where its marks come from.
+
+In a state only the marks that can end that kind of text are looked for, so `<tool_call>` inside a user's message is the user's text.
+Every mark is a literal piece of template; reading one labels its parts and enters its target.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstrata.tagging.roles import ROLES, State
+from kvstrata.types import Role
+
+HOLE = "\u0fff"
+"""In a mark's text: anything short on one line, such as a tool's name or a call's id."""
+WHITESPACE = " \n\t\r"
+_OPENERS = r"[ \n\t\r\u1000-\uffff]*"
+_HEADER = re.compile(_OPENERS + r"[\u1000-\uffff](?:[ \n\t\r]*[A-Za-z_]{1,20}(?=[ \n\t\r\u1000-\uffff]|\Z))?" + _OPENERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Template text that ends `source` and enters `target`. Its parts are (text, role) in order; the turn grows before part `turn_part`
+    where the target is a new user message (-1: it does not). `guard`: text that must not follow."""
+
+    source: State
+    target: State
+    parts: tuple[tuple[str, Role], ...]
+    turn_part: int = -1
+    guard: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Units from `start` to the next segment's start."""
+
+    start: int
+    role: Role
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Units [start, end) known to be the content of a message of this kind: no mark is looked for inside, whatever it holds."""
+
+    start: int
+    end: int
+    state: State
+
+
+def is_special(char: str) -> bool:
+    return char > HOLE
+
+
+def header_length(units: str) -> int:
+    """Length of the opening delimiters: special tokens, white space and the role's name."""
+    match = _HEADER.match(units)
+    return match.end() if match else 0
+
+
+def _pattern(text: str, first: bool, last: bool, capture: bool) -> str:
+    """Regular expression of one part. White space beside a special token or at the mark's end may be missing, as in generated text."""
+    out = []
+    for piece in re.findall(r"[ \n\t\r]+|\u0fff|[^ \n\t\r\u0fff]+", text):
+        out.append(r"[^\n\u1000-\uffff]{0,200}?" if piece == HOLE else re.escape(piece))
+    runs = re.findall(r"[ \n\t\r]+|\u0fff|[^ \n\t\r\u0fff]+", text)
+    for i, run in enumerate(runs):
+        beside = (i > 0 and is_special(runs[i - 1][-1])) or (i + 1 < len(runs) and is_special(runs[i + 1][0])) or (i == 0 and not first)
+        if run[0] in WHITESPACE and (beside or (last and i == len(runs) - 1 and i > 0)):
+            out[i] = f"(?:{out[i]})?"
+    return f"({''.join(out)})" if capture else "".join(out)
+
+
+def _regex(mark: Mark, capture: bool) -> str:
+    n = len(mark.parts)
+    body = "".join(_pattern(text, i == 0, i == n - 1, capture) for i, (text, _) in enumerate(mark.parts))
+    return body + (f"(?!{re.escape(mark.guard)})" if mark.guard else "")
+
+
+class Automaton:
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        unique = {(m.source, m.text): m for m in reversed(marks) if m.text.strip(WHITESPACE + HOLE)}
+        self.marks: dict[State, list[Mark]] = {state: [] for state in State}
+        # the longest first, so that a call's opening is preferred to the bare header that begins it
+        for mark in sorted(unique.values(), key=lambda m: (-len(m.text), m.text)):
+            self.marks[mark.source].append(mark)
+        self.search = {s: re.compile("|".join(f"({_regex(m, False)})" for m in ms)) for s, ms in self.marks.items() if ms}
+        self.parts = {s: [re.compile(_regex(m, True)) for m in ms] for s, ms in self.marks.items()}
+        holes = max((m.text.count(HOLE) for ms in self.marks.values() for m in ms), default=0)
+        self.reach = max((len(m.text) + len(m.guard) for ms in self.marks.values() for m in ms), default=0) + 200 * holes + 1
+        """No match can begin further than this from the text that completes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Where a region begins. `began`: where the mark that led here begins, or -1 where nothing can change it any more."""
+
+    pos: int
+    state: State
+    turn: int
+    num_segments: int
+    began: int = -1
+
+
+class Scanner:
+    """Reads units as they come. `segments` holds the labels of all that was read; the last few may still change with what follows."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        self.automaton = automaton
+        self.segments: list[Segment] = []
+        self.length = 0
+        self.turn = 0
+        self.state = State.START
+        self._tail, self._offset = "", 0
+        self._points = [_Point(0, State.START, 0, 0)]
+
+    @property
+    def matched(self) -> bool:
+        """Whether anything of the template was found."""
+        return len(self._points) > 1 or self._points[0].pos > 0
+
+    def feed(self, units: str, pins: Sequence[Pin] = ()) -> None:
+        """Read on. Pins, in units from the very start, may be given with the first piece only."""
+        assert not pins or self.length == 0
+        clean = self._rewind()
+        self._tail += units
+        self.length += len(units)
+        self._scan(clean, pins)
+
+    def _rewind(self) -> int:
+        """Back to the last point that further text cannot change; -> where the next mark can begin at the earliest."""
+        settled = self.length - self.automaton.reach
+        while self._points[-1].began > max(settled, -1):
+            self._points.pop()
+        point = self._points[-1]
+        self._points = [point]
+        del self.segments[point.num_segments :]
+        self.state, self.turn = point.state, point.turn
+        clean = max(point.pos, settled)
+        # the opening header is labelled only when its region ends, so its text is kept until then
+        keep = point.pos if point.state is State.START else clean
+        self._tail, self._offset = self._tail[keep - self._offset :], keep
+        return clean
+
+    def _scan(self, clean: int, pins: Sequence[Pin]) -> None:
+        pos = self._points[-1].pos
+        pending = list(reversed(pins))
+        while True:
+            pin = pending[-1] if pending else None
+            limit = pin.start if pin else self.length
+            found = self._find(max(pos, clean), limit)
+            if found is not None:
+                index, began = found
+                self._label(pos, began)
+                pos = self._read(index, began, limit)
+            elif pin is not None:
+                pending.pop()
+                self._label(pos, pin.start)
+                if self.state is not pin.state:
+                    self.turn += pin.state is State.USER
+                    self.state = pin.state
+                self._label(pin.start, pin.end)
+                began, pos = -1, pin.end
+            else:
+                break
+            self._points.append(_Point(pos, self.state, self.turn, len(self.segments), began))
+        self._label(pos, self.length)
+
+    def _find(self, pos: int, limit: int) -> tuple[int, int] | None:
+        regex = self.automaton.search.get(self.state)
+        match = regex.search(self._tail, pos - self._offset, limit - self._offset) if regex else None
+        return None if match is None or match.lastindex is None else (match.lastindex - 1, match.start() + self._offset)
+
+    def _read(self, index: int, start: int, limit: int) -> int:
+        """Label the parts of the mark that begins at `start`, enter its target; -> where the mark ends."""
+        mark = self.automaton.marks[self.state][index]
+        match = self.automaton.parts[self.state][index].match(self._tail, start - self._offset, limit - self._offset)
+        assert match is not None
+        for i, (_, role) in enumerate(mark.parts):
+            self.turn += i == mark.turn_part
+            if match.end(i + 1) > match.start(i + 1):
+                self.segments.append(Segment(match.start(i + 1) + self._offset, role, self.turn))
+        self.turn += mark.turn_part == len(mark.parts)
+        self.state = mark.target
+        return match.end() + self._offset
+
+    def _label(self, start: int, end: int) -> None:
+        """Units [start, end) are text of the current state."""
+        if self.state is State.START and end > start:
+            header = header_length(self._tail[start - self._offset : end - self._offset])
+            if header:
+                self.segments.append(Segment(start, Role.DELIM, self.turn))
+            start += header
+        if end > start:
+            self.segments.append(Segment(start, ROLES[self.state], self.turn))

@@ -1,0 +1,229 @@
+"""A template's skeleton, learned by rendering sentinels: what it writes between two contents, and which role that text has.
+
+Where a message's plain envelope (what stands around a user's or an assistant's bare text) recurs, it is `delim`. What is left on either
+side is the markup of the content beside it: `<tool_call>` belongs to the call, `<think>` to the thought, a preamble to `inst`.
+Knows nothing of tokens.
+"""
+
+import difflib
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvstrata.tagging.automaton import WHITESPACE, Mark, is_special
+from kvstrata.tagging.probe import Piece, Probe, Render, probes
+from kvstrata.tagging.roles import ROLES, State
+from kvstrata.types import Role
+
+ROLE_NAMES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response")
+THINK = ("<think>", "</think>")
+TOOL_CALL = ("<tool_call>", "</tool_call>")
+_TAG = re.compile(r"[ \n\t\r]*(?:[\u1000-\uffff]|<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\])")
+_HEADING = re.compile(r"[A-Za-z_][^\n<\[{\u1000-\uffff]{0,80}(?=[\n<\[{\u1000-\uffff]|\Z)[\u1000-\uffff]?[ \n\t\r]*")
+_PLAIN = (State.USER, State.ASSISTANT)
+_DEEP = (State.CALL, State.REASONING, State.OBS, State.INST, State.SCHEMA)
+_INST = (State.START, State.INST, State.SCHEMA)
+Parts = tuple[tuple[str, Role], ...]
+Literals = dict[tuple[State, State], dict[str, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """marks: for the automaton. merged_system: the system message stands inside the first user message without a boundary.
+    roles: message roles that the template renders."""
+
+    marks: tuple[Mark, ...]
+    merged_system: bool
+    roles: tuple[str, ...]
+
+
+def learn(render: Render, units: Callable[[str], str]) -> Skeleton:
+    """render(messages, tools, **kwargs) -> text, or raises; units: text -> units (vocabulary.py)."""
+    literals = _literals(render, units)
+    thinks = _thinks(literals, units)
+    for (_, target), texts in literals.items():
+        if target is State.ASSISTANT:
+            # an opened thought is no part of the envelope: the automaton sees to it from inside the answer
+            kept = [t[: min(t.index(tag) for tag in thinks if tag in t)] if any(tag in t for tag in thinks) else t for t in texts]
+            texts.clear()
+            texts.update(dict.fromkeys(kept))
+    envelopes = dict.fromkeys(min(texts, key=len) for pair, texts in literals.items() if _is_plain(*pair))
+    label = _Labeller(tuple(envelopes))
+    marks = [mark for pair, texts in literals.items() for mark in _marks(*pair, texts, label, thinks)]
+    if not any(mark.source is State.SCHEMA and mark.parts[0][1] is Role.INST for mark in marks):
+        # a schema that ends like any instruction is one
+        marks = [mark for mark in marks if mark.source not in _INST or mark.target is not State.SCHEMA]
+    marks = _inner(marks, thinks, units) + marks
+    merged = any(not text.strip(WHITESPACE) for text in literals.get((State.INST, State.USER), ()))
+    return Skeleton(tuple(_split_footers(marks)), merged, _roles(render))
+
+
+def _is_plain(source: State, target: State) -> bool:
+    return source in _PLAIN and target in (State.USER, State.ASSISTANT, State.GAP) and source is not target
+
+
+def _render_all(render: Render) -> Iterable[tuple[Probe, bool, str]]:
+    for probe in probes():
+        for prompt in (False, True):
+            try:
+                yield probe, prompt, render(probe.messages, probe.tools, add_generation_prompt=prompt)
+            except Exception:  # noqa: BLE001  a template may refuse a conversation in any way it likes
+                continue
+
+
+def _literals(render: Render, units: Callable[[str], str]) -> Literals:
+    """Texts between neighbours by (source, target), in the order in which they were met."""
+    seen: Literals = defaultdict(dict)
+    for probe, prompt, text in _render_all(render):
+        pieces, rest = probe.read(units(text))
+        last = Piece("", State.START, -1)
+        for piece in pieces:
+            # a message between the two that shows nothing, such as a call that the template ignores, would be taken for template text
+            if piece.message - last.message <= 1 or {piece.state, last.state} & {*_INST}:
+                seen[last.state, piece.state][piece.before] = None
+            last = piece
+        if last.message == len(probe.messages) - 1 and rest not in seen[last.state, State.GAP]:
+            seen[last.state, State.ASSISTANT if prompt else State.GAP][rest] = None
+    return seen
+
+
+def _thinks(literals: Literals, units: Callable[[str], str]) -> tuple[str, ...]:
+    """Tags that open a thought."""
+    found = {units(THINK[0]): None}
+    for source in (State.USER, State.OBS):
+        plain = min(literals.get((source, State.ASSISTANT), {"": None}), key=len)
+        for text in literals.get((source, State.REASONING), ()):
+            tag = _TAG.match(text.removeprefix(plain))
+            if plain and text.startswith(plain) and tag:
+                found[tag[0].strip(WHITESPACE)] = None
+    return tuple(found)
+
+
+class _Labeller:
+    """Roles of the parts of a literal, given the envelopes of plain messages."""
+
+    def __init__(self, envelopes: tuple[str, ...]) -> None:
+        self.envelopes = envelopes
+
+    @functools.cache  # noqa: B019  lives as long as its learning
+    def core(self, text: str) -> tuple[int, int]:
+        """[start, end) of the longest stretch of an envelope in `text`, or (0, 0)."""
+        best, most = (0, 0), 2
+        for envelope in self.envelopes:
+            match = difflib.SequenceMatcher(None, text, envelope, autojunk=False).find_longest_match()
+            found = text[match.a : match.a + match.size]
+            weight = sum(5 if is_special(c) else c not in WHITESPACE for c in found)
+            # a word of prose is no envelope where envelopes are made of special tokens
+            if weight > most and any(map(is_special, found)) >= any(map(is_special, envelope)):
+                best, most = (match.a, match.a + match.size), weight
+        return best
+
+    def parts(self, source: State, target: State, text: str) -> list[tuple[str, Role]]:
+        start, end = self.core(text)
+        if start == end:
+            return [(text, self._inside(source, target))]
+        heading = _HEADING.match(text, end) if target is not State.SCHEMA and text[end - 1] not in WHITESPACE else None
+        stop = heading.end() if heading else end
+        left = Role.DELIM if source in (*_PLAIN, State.GAP) else ROLES[source]
+        right = ROLES[target] if target in _DEEP else Role.DELIM
+        return [part for part in ((text[:start], left), (text[start:stop], Role.DELIM), (text[stop:], right)) if part[0]]
+
+    @staticmethod
+    def _inside(source: State, target: State) -> Role:
+        """The role of text between two contents of one message."""
+        states = (s for s in (State.CALL, State.REASONING, *_INST, State.OBS) if s in (source, target))
+        return next((ROLES[s] for s in states), Role.DELIM)
+
+
+def _marks(source: State, target: State, texts: Iterable[str], label: _Labeller, thinks: tuple[str, ...]) -> list[Mark]:
+    guard = ""
+    if target is State.SCHEMA:
+        # the preamble is the mark, not the JSON, whose shape varies
+        texts = [re.sub(r"[ \n\t\r\[]*\{.*\Z", "", text, flags=re.DOTALL) for text in texts]
+    elif source in (State.SCHEMA, State.CALL):
+        bare = [text for text in texts if label.core(text) == (0, 0)]
+        texts = [text for text in texts if text not in bare] + ([functools.reduce(_common_suffix, bare)] if bare else [])
+        guard = "{" if source is State.SCHEMA else ""
+    marks = []
+    for text in dict.fromkeys(texts):
+        parts = label.parts(source, target, text)
+        if source is target and all(role is not Role.DELIM for _, role in parts):
+            continue
+        if len(parts) > 1 and parts[0][1] is ROLES[source]:
+            # what stands before the first delimiter varies with the content, and in the source's state it has its role anyway
+            parts = parts[1:]
+        last, role = parts[-1]
+        tag = _TAG.match(last)
+        if target in (State.CALL, State.REASONING, State.OBS) and role is ROLES[target] and tag and (len(parts) > 1 or source in _PLAIN):
+            if target is not State.REASONING and tag[0].strip(WHITESPACE) in thinks:
+                continue
+            parts[-1] = (tag[0], role)
+        if source is State.REASONING and len(parts) == 1 and target is State.CALL:
+            # the thought's end, then the call's beginning: two marks
+            continue
+        bare_mark = all(role is not Role.DELIM for _, role in parts)
+        sources = _INST if source in _INST and not bare_mark else (State.START, State.INST) if source is State.START else (source,)
+        marks += [Mark(s, target, tuple(parts), guard=guard if bare_mark else "") for s in sources]
+    return marks
+
+
+def _common_suffix(a: str, b: str) -> str:
+    n = 0
+    while n < min(len(a), len(b)) and a[-1 - n] == b[-1 - n]:
+        n += 1
+    return a[len(a) - n :]
+
+
+def _inner(marks: list[Mark], thinks: tuple[str, ...], units: Callable[[str], str]) -> list[Mark]:
+    """Marks inside an answer, wherever in it a model writes them; the usual ones where the template has none."""
+    out: dict[Mark, None] = {}
+    for mark in marks:
+        text, role = mark.parts[-1]
+        if mark.target in (State.CALL, State.REASONING) and role is ROLES[mark.target] and _TAG.fullmatch(text):
+            out[Mark(State.ASSISTANT, mark.target, ((text.strip(WHITESPACE), role),))] = None
+    for tag in thinks:
+        out[Mark(State.ASSISTANT, State.REASONING, ((tag, Role.REASONING),))] = None
+    if not any(m.source is State.REASONING and m.target is State.ASSISTANT for m in marks):
+        out[Mark(State.REASONING, State.ASSISTANT, ((units(THINK[1]) + "\n\n", Role.REASONING),))] = None
+    if not any(m.target is State.CALL for m in marks):
+        out[Mark(State.ASSISTANT, State.CALL, ((units(TOOL_CALL[0]), Role.TOOL_CALL),))] = None
+        out[Mark(State.CALL, State.ASSISTANT, ((units(TOOL_CALL[1]), Role.TOOL_CALL),))] = None
+    return list(out)
+
+
+def _split_footers(marks: list[Mark]) -> list[Mark]:
+    """Cut each opening delimiter into the last message's end and the next one's beginning: the turn grows between them, and the beginning
+    is a mark of its own after an end that was met alone."""
+    footers = sorted({m.parts[0][0] for m in marks if m.target is State.GAP and m.parts[0][1] is Role.DELIM}, key=len, reverse=True)
+    out = []
+    for mark in marks:
+        text, role = mark.parts[0]
+        if role is not Role.DELIM or mark.target is State.GAP:
+            out.append(Mark(mark.source, mark.target, mark.parts, len(mark.parts) if mark.target is State.USER else -1, mark.guard))
+            continue
+        n = next((len(f.rstrip(WHITESPACE)) for f in footers if f.strip(WHITESPACE) and text.startswith(f.rstrip(WHITESPACE))), 0)
+        n += len(text[n:]) - len(text[n:].lstrip(WHITESPACE)) if n else 0
+        head = ((text[n:], role), *mark.parts[1:]) if text[n:] else mark.parts[1:]
+        parts = (((text[:n], role),) if n else ()) + head
+        out.append(Mark(mark.source, mark.target, parts, min(n, 1) if mark.target is State.USER else -1, mark.guard))
+        if head and (is_special(head[0][0][0]) or len(head[0][0].strip(WHITESPACE)) > 3):
+            out.append(Mark(State.GAP, mark.target, head, 0 if mark.target is State.USER else -1))
+    return out
+
+
+def _roles(render: Render) -> tuple[str, ...]:
+    """Which of the usual message roles the template renders somewhere."""
+    out = []
+    for role in ROLE_NAMES:
+        for probe in (Probe(), Probe().say("user", State.USER), Probe().say("user", State.USER).answer(False, "", 1)):
+            probe.messages.append({"role": role, "content": "q7Zy0000k", "name": "q7Zz0000k", "tool_call_id": "q7Zz0001k"})
+            try:
+                known = "q7Zy0000k" in render(probe.messages, None)
+            except Exception:  # noqa: BLE001  as above
+                known = False
+            if known:
+                out.append(role)
+                break
+    return tuple(out)

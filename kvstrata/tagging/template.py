@@ -1,0 +1,222 @@
+"""Spans of a conversation, from its messages or from token ids alone, for any chat template. Knows nothing of models.
+
+Both entrances read the same automaton (automaton.py), learned once a template (skeleton.py). From messages one thing more is known: where
+each content lies, so that text which looks like a marker inside a content is not taken for one.
+"""
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+
+from kvstrata.tagging.automaton import WHITESPACE, Automaton, Pin, Scanner, Segment
+from kvstrata.tagging.roles import State
+from kvstrata.tagging.skeleton import Skeleton, learn
+from kvstrata.tagging.vocabulary import Vocabulary
+from kvstrata.types import Modality, Role, Span
+
+UNKNOWN_TURN = -3
+"""The turn of text without a template: older than anything, in whatever turn it is read."""
+_ROLES = tuple(Role)
+_MARKER = re.compile(r"q7Z([bc])(\d{4})k")
+_PINNED = {"system": State.INST, "developer": State.INST, "user": State.USER, "assistant": State.ASSISTANT}
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """Spans partition [0, len(token_ids)) in order."""
+
+    token_ids: list[int]
+    spans: tuple[Span, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A tokenizer's template, learned: made once, kept on the tokenizer."""
+
+    vocabulary: Vocabulary
+    skeleton: Skeleton
+    automaton: Automaton
+
+
+def reader(tokenizer: Any) -> Reader:
+    """The learned template. Learned at the first call for a tokenizer and template, about half a second."""
+    template = getattr(tokenizer, "chat_template", None)
+    key = (str(template), len(tokenizer))
+    kept: tuple[Any, Reader] | None = getattr(tokenizer, "_kvstrata_reader", None)
+    if kept is not None and kept[0] == key:
+        return kept[1]
+    vocabulary = Vocabulary(tokenizer)
+
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **kwargs: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
+
+    skeleton = learn(render, vocabulary.units) if template else Skeleton((), False, ())
+    made = Reader(vocabulary, skeleton, Automaton(skeleton.marks))
+    tokenizer._kvstrata_reader = (key, made)
+    return made
+
+
+class Tagger:
+    """Spans of token ids as they come: `extend` with a prompt, then with each generated token.
+
+    What follows may still change the spans of the last few tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._reader = reader(tokenizer)
+        self._scanner = Scanner(self._reader.automaton)
+        self._ids: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+        self._warned = False
+
+    @property
+    def turn(self) -> int:
+        """The newest user turn."""
+        return self._scanner.turn
+
+    def extend(self, token_ids: Sequence[int], pins: Sequence[Pin] = ()) -> None:
+        """Read on. pins: places known from messages, with the first piece only (units, see automaton.Pin)."""
+        ids = self._reader.vocabulary.check(token_ids)
+        self._ids.append(ids)
+        self._scanner.feed(self._reader.vocabulary.join(ids), pins)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        if not self._ids:
+            return ()
+        ids = np.concatenate(self._ids)
+        self._ids = [ids]
+        segments: Sequence[Segment] = self._scanner.segments
+        if not self._scanner.matched:
+            if not self._warned:
+                warnings.warn("no chat template was recognized; every token is tagged as a user's, older than any turn", stacklevel=2)
+                self._warned = True
+            segments = (Segment(0, Role.USER, UNKNOWN_TURN),)
+        return _spans(ids, segments, self._reader.vocabulary)
+
+
+def tag_ids(tokenizer: Any, token_ids: Sequence[int]) -> tuple[Span, ...]:
+    """Spans of token ids alone, as an engine has them. Without a known template: one span, user, older than any turn, and a warning."""
+    tagger = Tagger(tokenizer)
+    tagger.extend(token_ids)
+    return tagger.spans
+
+
+def tag_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, *,
+                 add_generation_prompt: bool = False, **template_kwargs: Any) -> Tagged:  # fmt: skip
+    """Render messages and tag every token.
+
+    The ids are those of `tokenizer.apply_chat_template(messages, tools=tools, ...)`. Raises ValueError for no messages, a tokenizer without
+    a chat template, a role that the template does not know, or a conversation that it refuses.
+    """
+    learned = _check(tokenizer, messages)
+    kwargs = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **template_kwargs}
+    tools = list(tools) if tools else None
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tools=tools, **kwargs)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses this conversation: {error}") from error
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pins = _pins(tokenizer, messages, tools, kwargs, text, learned)
+    tagger = Tagger(tokenizer)
+    if learned.vocabulary.join(learned.vocabulary.check(ids)) != learned.vocabulary.units(text):
+        pins = []
+    tagger.extend(ids, pins)
+    return Tagged(list(ids), tagger.spans, text)
+
+
+def _check(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Reader:
+    if not messages:
+        raise ValueError("messages is empty; at least one {'role': ..., 'content': ...} is needed")
+    if not getattr(tokenizer, "chat_template", None):
+        name = getattr(tokenizer, "name_or_path", "")
+        raise ValueError(f"tokenizer {name!r} has no chat template; accepted: one with tokenizer.chat_template set, or tag_ids")
+    learned = reader(tokenizer)
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if role not in learned.skeleton.roles:
+            accepted = ", ".join(learned.skeleton.roles)
+            raise ValueError(f"message {i} has role {role!r}, which the chat template does not know; accepted: {accepted}")
+    return learned
+
+
+def _pins(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any], text: str, learned: Reader) -> list[Pin]:
+    """Where each content lies, found by rendering once more with markers inside the contents; empty where they change what is rendered."""
+    states: list[State] = []
+
+    def wrap(content: str, state: State) -> str:
+        core = content.strip()
+        if not core:
+            return content
+        head, tail = content[: content.index(core)], content[content.index(core) + len(core) :]
+        states.append(state)
+        return f"{head}q7Zb{len(states) - 1:04d}k{core}q7Zc{len(states) - 1:04d}k{tail}"
+
+    wrapped = []
+    for message in messages:
+        state = _PINNED.get(message["role"], State.OBS)
+        content = message.get("content")
+        if state is State.ASSISTANT or (state is State.INST and learned.skeleton.merged_system) or _is_result(content, learned):
+            # an answer holds thoughts and calls, which only the automaton tells apart
+            wrapped.append(message)
+        elif isinstance(content, str):
+            wrapped.append({**message, "content": wrap(content, state)})
+        elif isinstance(content, list):
+            has_text = [isinstance(part, dict) and isinstance(part.get("text"), str) for part in content]
+            parts = [{**p, "text": wrap(p["text"], state)} if has else p for p, has in zip(content, has_text, strict=True)]
+            wrapped.append({**message, "content": parts})
+        else:
+            wrapped.append(message)
+    try:
+        marked = tokenizer.apply_chat_template(wrapped, tools=tools, **kwargs)
+    except TemplateError:
+        return []
+    if _MARKER.sub("", marked) != text:
+        return []
+    return _read_markers(learned.vocabulary.units(marked), states)
+
+
+def _is_result(content: Any, learned: Reader) -> bool:
+    """A tool's result that a caller wrote into a user's message with the template's own markup."""
+    if not isinstance(content, str):
+        return False
+    start = learned.vocabulary.units(content[:200]).strip(WHITESPACE)
+    tags = {m.parts[-1][0].strip(WHITESPACE) for m in learned.skeleton.marks if m.target is State.OBS and m.parts[-1][1] is Role.OBS}
+    return any(tag and start.startswith(tag) for tag in tags)
+
+
+def _read_markers(units: str, states: list[State]) -> list[Pin]:
+    opened: dict[str, int] = {}
+    pins, removed = [], 0
+    for match in _MARKER.finditer(units):
+        at = match.start() - removed
+        removed += len(match[0])
+        if match[1] == "b":
+            opened[match[2]] = at
+        elif match[2] in opened:
+            pins.append(Pin(opened.pop(match[2]), at, states[int(match[2])]))
+    # a content that is rendered inside another, or twice, is left to the automaton
+    ordered = sorted(pins, key=lambda pin: (pin.start, pin.end))
+    return [p for p, after in zip(ordered, [*ordered[1:], None], strict=True) if after is None or p.end <= after.start]
+
+
+def _spans(ids: np.ndarray[Any, np.dtype[np.int64]], segments: Sequence[Segment], vocabulary: Vocabulary) -> tuple[Span, ...]:
+    """A token has the label of its first unit."""
+    n = len(ids)
+    if n == 0:
+        return ()
+    ends = np.cumsum(vocabulary.lengths[ids])
+    starts = ends - vocabulary.lengths[ids]
+    at = np.searchsorted(np.array([s.start for s in segments]), starts, side="right") - 1
+    labels = np.array([(_ROLES.index(s.role), s.turn) for s in segments], np.int64)[np.maximum(at, 0)]
+    rows = np.column_stack([labels, vocabulary.is_image[ids]])
+    cuts = np.flatnonzero((rows[1:] != rows[:-1]).any(1)) + 1
+    return tuple(
+        Span(start, end, _ROLES[role], turn, Modality.IMAGE if image else Modality.TEXT)
+        for start, end, (role, turn, image) in zip([0, *cuts.tolist()], [*cuts.tolist(), n], rows[[0, *cuts]].tolist(), strict=True)
+    )
