@@ -2,9 +2,10 @@
 
 A frame is one 2-bit plane of a page's K or V, for each KV head `frame_bytes` bytes, read as little-endian 16-bit words:
 
-    word            frame 0: K base     frame 1: V base          frame 2 ...: refinement planes
-    [0, 4D)         K plane             V plane                  plane
-    [4D, 4D + M)    K metadata [0, M)   K metadata [M, D), V's   unused            M = (D + 32) / 2
+    word                frame 0: K base        frame 1: V base          frame 2 ...: refinement planes
+    [0, 4D)             K plane                V plane                  plane
+    [4D, 4D + D/2)      K metadata [0, D/2)    K metadata [D/2, D)      unused
+    [4D + D/2, + 16)    V metadata [0, 16)     V metadata [16, 32)      unused
 
     K plane word [token 32][c]: its eight fields are channels c, C + c, ..., 7C + c of that token     C = D / 8
     V plane word [c][token 32]: the same eight channels, tokens side by side
@@ -110,15 +111,16 @@ def join_metadata(k_meta: Tensor, v_meta: Tensor) -> tuple[Tensor, Tensor]:
     d = k_meta.shape[-1]
     k_meta = k_meta[..., lane_order(d).to(k_meta.device)]
     v_meta = v_meta[..., lane_order(PAGE_SIZE).to(v_meta.device)]
-    m = metadata_words(d)
-    return k_meta[..., :m], torch.cat([k_meta[..., m:], v_meta], -1)
+    k, v = k_meta.chunk(2, -1), v_meta.chunk(2, -1)
+    return torch.cat([k[0], v[0]], -1), torch.cat([k[1], v[1]], -1)
 
 
 def split_metadata(k_frame: Tensor, v_frame: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Inverse of join_metadata, from the words [P, H, W] of frames 0 and 1."""
-    start, rest = plane_words(head_dim), head_dim - metadata_words(head_dim)
-    k_meta = torch.cat([k_frame[..., start:], v_frame[..., start : start + rest]], -1)
-    v_meta = v_frame[..., start + rest :]
+    start = plane_words(head_dim)
+    middle = start + head_dim // 2
+    k_meta = torch.cat([k_frame[..., start:middle], v_frame[..., start:middle]], -1)
+    v_meta = torch.cat([k_frame[..., middle:], v_frame[..., middle:]], -1)
     return (
         k_meta[..., _inverse_lane_order(head_dim).to(k_meta.device)],
         v_meta[..., _inverse_lane_order(PAGE_SIZE).to(v_meta.device)],

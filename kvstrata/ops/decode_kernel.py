@@ -1,0 +1,604 @@
+"""Decode attention straight from stored pages, and the merge of its parts (Triton). Knows nothing of stores or policies.
+
+One launch attends the pages of every tier: each program is one warp and takes a run of pages of one sequence, one KV head and one
+tier, so that there is no branch on precision inside its loop. How many programs a sequence and tier get follows from the counts on
+the device, in proportion to what their pages cost. A second launch merges the parts and rotates the output back.
+
+Tokens lie on the M axis of both products and query heads on the N axis, 8 or 16 of them. Of the products' operands
+    K codes    [tokens, channels]   go from memory to registers and are masked there: no conversion, no movement
+    q          [channels, heads]    carries K's scales (page by page) and undoes the weights of the fields
+    p          [heads, tokens]      is the first product's output, transposed in registers; it carries V's scales
+    V codes    [channels, tokens]   as K
+K's offsets, V's offsets and the sum of p are products with rows that are all equal.
+"""
+
+import dataclasses
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvstrata.ops import backend, frame
+from kvstrata.ops.quant_kernel import OFFSET_UNIT, fields, fma2, mul2, offset_of, scale_of, weight, weight_of
+from kvstrata.ops.table import PageTable
+from kvstrata.types import Tier
+
+TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
+"""The order in which a sequence's programs take its tiers."""
+COSTS = {Tier.BF16: 24, Tier.INT8: 20, Tier.INT4: 13, Tier.INT3: 11, Tier.INT2: 10}
+"""What a page costs a program, relative to the others (measured)."""
+NUM_STAGES = 5
+P_BITS = tl.constexpr(14.0)
+"""Probabilities are relative to the largest so far, times 2**14: small ones stay normal numbers in fp16."""
+
+
+# ---- pieces of one page -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def first(a, b):
+    return a
+
+
+@triton.jit
+def pin(x):
+    """The identity on a vector. A scan keeps the compiler from moving what comes before it into the layout of what comes after it:
+    each thread decodes its own words and shares them out, instead of eight threads decoding the same words."""
+    return tl.reshape(tl.associative_scan(tl.reshape(x, [x.shape[0], 1]), 1, first), [x.shape[0]])
+
+
+@triton.jit
+def transpose8(x, ASM: tl.constexpr):
+    """[T, G] 16-bit -> [G, T], in registers: 8 x 8 tiles of an mma accumulator become tiles of an mma operand."""
+    T: tl.constexpr = x.shape[0]
+    G: tl.constexpr = x.shape[1]
+    if ASM:
+        x = tl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+        x = tl.permute(tl.reshape(x, [T // 8, 8, G // 8, 8]), (2, 1, 0, 3))
+    else:
+        x = tl.permute(tl.reshape(x, [T // 8, 8, G // 8, 8]), (2, 3, 0, 1))
+    return tl.reshape(x, [G, T])
+
+
+@triton.jit
+def channel_lanes(x):
+    """K metadata [8 * CB] as loaded, each quad lane's values side by side -> in order of (field, channel of the field)."""
+    N: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(x, [4, N // 8, 2]), (1, 0, 2)), [N])
+
+
+@triton.jit
+def split8(x):
+    """[R, 8 * CB] -> eight [R, CB]."""
+    R: tl.constexpr = x.shape[0]
+    CB: tl.constexpr = x.shape[1] // 8
+    x = tl.permute(tl.reshape(x, [R, 2, 2, 2, CB]), (0, 4, 1, 2, 3))
+    e, o = tl.split(x)
+    e0, e1 = tl.split(e)
+    o0, o1 = tl.split(o)
+    x0, x4 = tl.split(e0)
+    x2, x6 = tl.split(e1)
+    x1, x5 = tl.split(o0)
+    x3, x7 = tl.split(o1)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def top(x, G: tl.constexpr):
+    """The first G rows of [16, N]: a renaming of registers."""
+    if G == 16:
+        return x
+    lo, hi = tl.split(tl.permute(tl.reshape(x, [2, 8, x.shape[1]]), (1, 2, 0)))
+    return lo
+
+
+@triton.jit
+def twice(x):
+    """[16, G] -> [32, G]: the rows again."""
+    return tl.reshape(tl.permute(tl.join(x, x), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def plane_words(arena_ptr, id, stride_frame, offs, mask, FULL: tl.constexpr):
+    if FULL:
+        return tl.load(arena_ptr + id.to(tl.int64) * stride_frame + offs)
+    return tl.load(arena_ptr + id.to(tl.int64) * stride_frame + offs, mask=mask, other=0)
+
+
+@triton.jit
+def load_page(arena_ptr, row_ptr, stride_frame, N: tl.constexpr, K_PLANES: tl.constexpr, V_PLANES: tl.constexpr, D: tl.constexpr, CB: tl.constexpr):
+    """K_PLANES times words [32, CB], V_PLANES times words [CB, 32], metadata of K [8 * CB] and of V [16] (two words of 16 bits each)."""
+    C: tl.constexpr = D // 8
+    FULL: tl.constexpr = CB == C
+    offs_t = tl.arange(0, 32)
+    offs_c = tl.arange(0, CB)
+    k_offs = offs_t[:, None] * C + offs_c[None, :]
+    v_offs = offs_c[:, None] * 32 + offs_t[None, :]
+    k_mask = (offs_c < C)[None, :]
+    v_mask = (offs_c < C)[:, None]
+    k_id = tl.load(row_ptr)
+    v_id = tl.load(row_ptr + 1)
+    k = (plane_words(arena_ptr, k_id, stride_frame, k_offs, k_mask, FULL),)
+    v = (plane_words(arena_ptr, v_id, stride_frame, v_offs, v_mask, FULL),)
+    for i in tl.static_range(1, K_PLANES):
+        id = tl.load(row_ptr + 2 * i)
+        k = k + (plane_words(arena_ptr, id, stride_frame, k_offs, k_mask, FULL),)
+    for i in tl.static_range(1, V_PLANES):
+        id = tl.load(row_ptr + 2 * i + 1)
+        v = v + (plane_words(arena_ptr, id, stride_frame, v_offs, v_mask, FULL),)
+    k_base = arena_ptr + k_id.to(tl.int64) * stride_frame
+    v_base = arena_ptr + v_id.to(tl.int64) * stride_frame
+    # element of the stored order: lane of a quad, field, half, pair
+    offs_m = tl.arange(0, 8 * CB)
+    if FULL:
+        at = tl.max_contiguous(tl.multiple_of(offs_m, 8), 8)
+        ok = offs_m >= 0
+    else:
+        c = offs_m % (CB // 4) // 2 * 8 + offs_m // (2 * CB) * 2 + offs_m % 2
+        channel = offs_m % (2 * CB) // (CB // 4) * C + c
+        at = channel % 8 // 2 * (D // 4) + channel // 8 * 2 + channel % 2
+        ok = c < C
+    front = at < D // 2
+    k_meta_ptr = tl.where(front, k_base, v_base - D // 2) + (4 * D + at)
+    if FULL:
+        k_meta = tl.load(k_meta_ptr)
+    else:
+        k_meta = tl.load(k_meta_ptr, mask=ok, other=0)
+    offs_w = tl.arange(0, 16)
+    k_wide = (k_base + (4 * D + D // 2)).to(tl.pointer_type(tl.uint32))
+    v_wide = (v_base + (4 * D + D // 2)).to(tl.pointer_type(tl.uint32))
+    v_meta = tl.load(tl.where(offs_w < 8, k_wide, v_wide - 8) + offs_w)
+    # flat: the interpreter returns no tuple inside a tuple
+    return k + v + (k_meta, v_meta)
+
+
+@triton.jit
+def scores(q, page, weights, PLANES: tl.constexpr, V_PLANES: tl.constexpr, G: tl.constexpr, CB: tl.constexpr, ASM: tl.constexpr):
+    """[32 tokens, G heads] logits times 2**-16 / head factor. q: eight [G, CB]; page: of load_page."""
+    middle: tl.constexpr = 1.5 if PLANES == 1 else (0.0 if PLANES == 2 else -7.5 / 16)
+    meta = page[PLANES + V_PLANES]
+    # offsets count in units of 2**-6, for the numbers of small ones to stay normal in fp16
+    z = pin(fma2(offset_of(meta, ASM), (weights * (OFFSET_UNIT / 64)).to(tl.float16), (weights * (middle / 64)).to(tl.float16), ASM))
+    s = pin(scale_of(meta, ASM))
+    s = split8(tl.broadcast_to(channel_lanes(s)[None, :], [G, 8 * CB]))
+    z = split8(tl.broadcast_to(channel_lanes(z)[None, :], [16, 8 * CB]))
+    qs = ()
+    for f in tl.static_range(8):
+        qs = qs + (tl.trans(mul2(q[f], s[f], ASM)),)
+    off = tl.zeros([16, G], tl.float32)
+    for f in tl.static_range(8):
+        off = tl.dot(z[f], qs[f], off)
+    out = twice(off * 3.814697265625e-06)
+    if PLANES == 4:
+        fine = fields(page[2], page[3], 2, ASM)
+        res = tl.zeros([32, G], tl.float32)
+        for f in tl.static_range(8):
+            res = tl.dot(fine[f], qs[f], res)
+        out += res * 0.0625
+    code = fields(page[0], page[1 if PLANES > 1 else 0], 2 if PLANES > 1 else 1, ASM)
+    for f in tl.static_range(8):
+        out = tl.dot(code[f], qs[f], out)
+    return out
+
+
+@triton.jit
+def weigh(p, page, sums, K_PLANES: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr):
+    """Adds a page. p [32, G] fp16; sums: eight [CB, G] of p * scale * code, then [16, G] with equal rows, of p and of p * scale * offset."""
+    meta = page[K_PLANES + PLANES + 1]
+    middle: tl.constexpr = 1.5 if PLANES == 1 else (0.0 if PLANES == 2 else -7.5 / 16)
+    G: tl.constexpr = p.shape[1]
+    words = tl.reshape(tl.join((meta & 0xFFFF).to(tl.uint16), (meta >> 16).to(tl.uint16)), [32])
+    unit = tl.full([32], OFFSET_UNIT, tl.float16)
+    mid = tl.full([32], middle, tl.float16)
+    z = pin(fma2(offset_of(words, ASM), unit, mid, ASM))
+    s = pin(scale_of(words, ASM))
+    z = tl.reshape(tl.permute(tl.reshape(z, [4, 4, 2]), (1, 0, 2)), [32])
+    s = tl.reshape(tl.permute(tl.reshape(s, [4, 4, 2]), (1, 0, 2)), [32])
+    p = transpose8(p, ASM)
+    ps = tl.trans(mul2(p, tl.broadcast_to(s[None, :], [G, 32]), ASM))
+    acc = sums
+    if PLANES == 4:
+        fine = fields(page[K_PLANES + 2], page[K_PLANES + 3], 2, ASM)
+        pr = mul2(ps, tl.full(ps.shape, 0.0625, tl.float16), ASM)
+        acc = ()
+        for f in tl.static_range(8):
+            acc = acc + (tl.dot(fine[f], pr, sums[f]),)
+    code = fields(page[K_PLANES], page[K_PLANES + 1 if PLANES > 1 else K_PLANES], 2 if PLANES > 1 else 1, ASM)
+    out = ()
+    for f in tl.static_range(8):
+        out = out + (tl.dot(code[f], ps, acc[f]),)
+    total = tl.dot(tl.full([16, 32], 1.0, tl.float16), tl.trans(p), sums[8])
+    return out + (total, tl.dot(tl.broadcast_to(z[None, :], [16, 32]), ps, sums[9]))
+
+
+@triton.jit
+def keep(s, live):
+    """-inf where a token's bit is cleared. s [32, G], live a scalar of 32 bits."""
+    bit = (live >> tl.arange(0, 32)) & 1
+    return tl.where((bit != 0)[:, None], s, -float("inf"))
+
+
+@triton.jit
+def live_bits(live_ptr, page, last, stride_live, LIVE: tl.constexpr):
+    if LIVE:
+        return tl.load(live_ptr + page.to(tl.int64) * stride_live)
+    return page
+
+
+# ---- a run of pages -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_q(q_ptr, group, qk_scale, f, C: tl.constexpr, CB: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """Channels of field f, float32 [16, CB] in units of log2 e / sqrt(D) and the like; 0 past the group."""
+    offs_g = tl.arange(0, 16)
+    offs_c = tl.arange(0, CB)
+    ok = (offs_g < group)[:, None] & (offs_c < C)[None, :]
+    return tl.load(q_ptr + offs_g[:, None] * D + f * C + offs_c[None, :], mask=ok, other=0.0).to(tl.float32) * qk_scale
+
+
+@triton.jit
+def attend_planes(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo, hi, group, qk_scale, stride_frame, stride_live,
+                  K_PLANES: tl.constexpr, V_PLANES: tl.constexpr, LIVE: tl.constexpr, UNROLL: tl.constexpr, G: tl.constexpr,
+                  D: tl.constexpr, CB: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Pages [lo, hi) of planes of one sequence and KV head, UNROLL a step."""
+    C: tl.constexpr = D // 8
+    N: tl.constexpr = K_PLANES + V_PLANES
+    offs_16 = tl.arange(0, 16)
+    offs_c = tl.arange(0, CB)
+    offs_g = tl.arange(0, G)
+    # q is held relative to its head's largest element, rounded up to a power of two
+    peak = tl.zeros([16], tl.float32)
+    for f in tl.static_range(8):
+        peak = tl.maximum(peak, tl.max(tl.abs(load_q(q_ptr, group, qk_scale, f, C, CB, G, D)), 1))
+    factor = tl.exp2(tl.ceil(tl.log2(tl.maximum(peak, 1e-30))))
+    # a product with the identity puts q into the layout of an accumulator, which is that of an operand once it is transposed
+    eye = tl.where(offs_c[:, None] == offs_c[None, :], 1.0, 0.0).to(tl.float16)
+    q = ()
+    for f in tl.static_range(8):
+        x = load_q(q_ptr, group, qk_scale, f, C, CB, G, D) * ((64.0 * 256.0 / weight(f)) / factor)[:, None]
+        q = q + (top(tl.dot(x.to(tl.float16), eye).to(tl.float16), G),)
+    unit = tl.max(tl.where(offs_16[:, None] == offs_g[None, :], factor[:, None], 0.0), 0) * 65536.0  # [G]: base-2 logits of one unit of `scores`
+    weights = weight_of(tl.arange(0, 8 * CB) % (2 * CB) // (CB // 4))
+    m = tl.full([G], -1e30, tl.float32)
+    sums = ()
+    for f in tl.static_range(8):
+        sums = sums + (tl.zeros([CB, G], tl.float32),)
+    sums = sums + (tl.zeros([16, G], tl.float32), tl.zeros([16, G], tl.float32))
+    for i in range(lo, hi, UNROLL):
+        page = load_page(arena_ptr, frames_ptr + i * N, stride_frame, N, K_PLANES, V_PLANES, D, CB)
+        s = scores(q, page, weights, K_PLANES, V_PLANES, G, CB, ASM)
+        if LIVE:
+            s = keep(s, tl.load(live_ptr + i * stride_live))
+        high = s
+        if UNROLL == 2:
+            j = tl.minimum(i + 1, hi - 1)
+            page2 = load_page(arena_ptr, frames_ptr + j * N, stride_frame, N, K_PLANES, V_PLANES, D, CB)
+            s2 = scores(q, page2, weights, K_PLANES, V_PLANES, G, CB, ASM)
+            if LIVE:
+                s2 = keep(s2, tl.where(i + 1 < hi, tl.load(live_ptr + j * stride_live), 0))
+            else:
+                s2 += tl.where(i + 1 < hi, 0.0, -float("inf"))
+            high = tl.maximum(s, s2)
+        m_new = tl.maximum(m, tl.max(high, 0) * unit)
+        alpha = tl.exp2(m - m_new)
+        m = m_new
+        base = (-m_new + P_BITS)[None, :]
+        out = ()
+        for f in tl.static_range(10):
+            out = out + (sums[f] * alpha[None, :],)
+        p = tl.exp2(s * unit[None, :] + base).to(tl.float16)
+        sums = weigh(p, page, out, K_PLANES, V_PLANES, ASM)
+        if UNROLL == 2:
+            p2 = tl.exp2(s2 * unit[None, :] + base).to(tl.float16)
+            sums = weigh(p2, page2, sums, K_PLANES, V_PLANES, ASM)
+    shift = tl.max(sums[9], 0)
+    ok = (offs_c < C)[:, None] & (offs_g < group)[None, :]
+    for f in tl.static_range(8):
+        # 8: the unit of V's scales
+        x = sums[f] * (8.0 * 16777216.0 / weight(f)) + shift[None, :] * 8.0
+        tl.store(part_ptr + offs_g[None, :] * D + f * C + offs_c[:, None], x, mask=ok)
+    tl.store(stat_ptr + offs_g, m, mask=offs_g < group)
+    tl.store(stat_ptr + 16 + offs_g, tl.max(sums[8], 0), mask=offs_g < group)
+
+
+@triton.jit
+def dense_tile(arena_ptr, row_ptr, stride_frame, FIRST: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr, D: tl.constexpr, DB: tl.constexpr):
+    """[32, DB] 16-bit numbers of a dense page: 16-byte chunks from FIRST on, CHUNKS to a frame."""
+    offs_t = tl.arange(0, 32)[:, None]
+    offs_d = tl.arange(0, DB // 8)[None, :]
+    chunk = FIRST + offs_t * (D // 8) + offs_d
+    ok = (offs_d < D // 8) & (offs_t >= 0)
+    id = tl.load(row_ptr + chunk // CHUNKS, mask=ok, other=0)
+    at = arena_ptr + (id.to(tl.int64) * stride_frame + chunk % CHUNKS * 8)
+    at = at[:, :, None] + tl.arange(0, 8)[None, None, :]
+    return tl.reshape(tl.load(at, mask=ok[:, :, None] & (tl.arange(0, 8) >= 0)[None, None, :], other=0.0), [32, DB])
+
+
+@triton.jit
+def attend_dense(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo, hi, group, qk_scale, stride_frame, stride_live,
+                 N: tl.constexpr, CHUNKS: tl.constexpr, LIVE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DB: tl.constexpr,
+                 ASM: tl.constexpr):  # fmt: skip
+    """Pages [lo, hi) in floating point of one sequence and KV head. arena_ptr points to numbers of the pages' type."""
+    offs_g = tl.arange(0, G)
+    offs_d = tl.arange(0, DB)
+    offs_t = tl.arange(0, 32)
+    q = tl.load(q_ptr + offs_g[None, :] * D + offs_d[:, None], mask=(offs_d < D)[:, None] & (offs_g < group)[None, :], other=0.0)
+    q = q.to(arena_ptr.dtype.element_ty)
+    m = tl.full([G], -1e30, tl.float32)
+    total = tl.zeros([G], tl.float32)
+    acc = tl.zeros([DB, G], tl.float32)
+    for i in range(lo, hi):
+        row_ptr = frames_ptr + i * N
+        k = dense_tile(arena_ptr, row_ptr, stride_frame, 0, N, CHUNKS, D, DB)
+        v = dense_tile(arena_ptr, row_ptr, stride_frame, 4 * D, N, CHUNKS, D, DB)
+        s = tl.dot(k, q) * qk_scale
+        if LIVE:
+            live = tl.load(live_ptr + i * stride_live)
+            s = keep(s, live)
+            # a token that was never written may hold NaN
+            v = tl.where((((live >> offs_t) & 1) != 0)[:, None], v, 0.0)
+        m_new = tl.maximum(m, tl.max(s, 0))
+        alpha = tl.exp2(m - m_new)
+        m = m_new
+        p = tl.exp2(s - m[None, :] + P_BITS)
+        total = total * alpha + tl.sum(p, 0)
+        p = tl.trans(transpose8(p.to(v.dtype), ASM))
+        acc = tl.dot(tl.trans(v), p, acc * alpha[None, :])
+    ok = (offs_d < D)[:, None] & (offs_g < group)[None, :]
+    tl.store(part_ptr + offs_g[None, :] * D + offs_d[:, None], acc, mask=ok)
+    tl.store(stat_ptr + offs_g, m, mask=offs_g < group)
+    tl.store(stat_ptr + 16 + offs_g, total, mask=offs_g < group)
+
+
+# ---- who does what ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def parts_of(counts_ptr, offs_b, batch, spare, total, COST: tl.constexpr, LEAST: tl.constexpr, PRESENT: tl.constexpr):
+    """Programs for a tier's pages of each sequence: one, and a share of the spare ones."""
+    if PRESENT:
+        count = tl.load(counts_ptr + offs_b, mask=offs_b < batch, other=0)
+        share = (count * COST).to(tl.float32) * spare / tl.maximum(total, 1.0)
+        # rounded down a little too far, so that the sum never exceeds what there is
+        parts = 1 + (share * 0.99999).to(tl.int32)
+        return tl.where(count > 0, tl.minimum(parts, (count + LEAST - 1) // LEAST), 0)
+    return tl.zeros_like(offs_b)
+
+
+@triton.jit
+def cost_of(counts_ptr, offs_b, batch, COST: tl.constexpr, PRESENT: tl.constexpr):
+    """(cost of all pages of a tier, sequences that have some), float32."""
+    if PRESENT:
+        count = tl.load(counts_ptr + offs_b, mask=offs_b < batch, other=0).to(tl.float32)
+        return tl.sum(count * COST, 0), tl.sum((count > 0).to(tl.float32), 0)
+    return 0.0, 0.0
+
+
+@triton.jit
+def pick(x, offs_b, b):
+    return tl.sum(tl.where(offs_b == b, x, 0), 0)
+
+
+@triton.jit(do_not_specialize=["batch", "group", "rows16", "rows8", "rows4", "rows3", "rows2"])
+def decode_kernel(q_ptr, arena_ptr, dense_ptr, part_ptr, stat_ptr, plan_ptr,
+                  frames16_ptr, counts16_ptr, live16_ptr, rows16, heads16,
+                  frames8_ptr, counts8_ptr, live8_ptr, rows8, heads8,
+                  frames4_ptr, counts4_ptr, live4_ptr, rows4, heads4,
+                  frames3_ptr, counts3_ptr, live3_ptr, rows3, heads3,
+                  frames2_ptr, counts2_ptr, live2_ptr, rows2, heads2,
+                  batch, group, qk_scale, stride_frame, stride_head,
+                  HAS16: tl.constexpr, HAS8: tl.constexpr, HAS4: tl.constexpr, HAS3: tl.constexpr, HAS2: tl.constexpr,
+                  LIVE16: tl.constexpr, LIVE8: tl.constexpr, LIVE4: tl.constexpr, LIVE3: tl.constexpr, LIVE2: tl.constexpr,
+                  COST16: tl.constexpr, COST8: tl.constexpr, COST4: tl.constexpr, COST3: tl.constexpr, COST2: tl.constexpr,
+                  N16: tl.constexpr, CHUNKS: tl.constexpr, UNROLL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
+                  G: tl.constexpr, D: tl.constexpr, CB: tl.constexpr, DB: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """grid (H, parts a head). q [B, Hq, D]; part [H, parts, group, D] and stat [H, parts, 2, 16] float32: sum of p * v, and (largest
+    logit, sum of p) of each head; plan int32 [2, B]: first part and number of parts of each sequence. rowsT: pages of a row of tier
+    T's table; headsT: KV heads of its live masks, 1 or H. Strides count 16-bit words."""
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    slots = tl.num_programs(1)
+    offs_b = tl.arange(0, BATCH)
+    cost16, some16 = cost_of(counts16_ptr, offs_b, batch, COST16, HAS16)
+    cost8, some8 = cost_of(counts8_ptr, offs_b, batch, COST8, HAS8)
+    cost4, some4 = cost_of(counts4_ptr, offs_b, batch, COST4, HAS4)
+    cost3, some3 = cost_of(counts3_ptr, offs_b, batch, COST3, HAS3)
+    cost2, some2 = cost_of(counts2_ptr, offs_b, batch, COST2, HAS2)
+    total = cost16 + cost8 + cost4 + cost3 + cost2
+    spare = slots - (some16 + some8 + some4 + some3 + some2)
+    parts16 = parts_of(counts16_ptr, offs_b, batch, spare, total, COST16, 1, HAS16)
+    parts8 = parts_of(counts8_ptr, offs_b, batch, spare, total, COST8, LEAST, HAS8)
+    parts4 = parts_of(counts4_ptr, offs_b, batch, spare, total, COST4, LEAST, HAS4)
+    parts3 = parts_of(counts3_ptr, offs_b, batch, spare, total, COST3, LEAST, HAS3)
+    parts2 = parts_of(counts2_ptr, offs_b, batch, spare, total, COST2, LEAST, HAS2)
+    parts = parts16 + parts8 + parts4 + parts3 + parts2
+    ends = tl.cumsum(parts, 0)
+    if (head == 0) & (slot == 0):
+        tl.store(plan_ptr + offs_b, ends - parts, mask=offs_b < batch)
+        tl.store(plan_ptr + batch + offs_b, parts, mask=offs_b < batch)
+    b = tl.sum((ends <= slot).to(tl.int32), 0)
+    if b < batch:
+        index = slot - pick(ends - parts, offs_b, b)
+        heads = tl.num_programs(0)
+        q_ptr += (b * heads + head).to(tl.int64) * (group * D)
+        row = (head * slots + slot).to(tl.int64)
+        part_ptr += row * (group * D)
+        stat_ptr += row * 32
+        arena_ptr += head * stride_head
+        dense_ptr += head * stride_head
+        n16 = pick(parts16, offs_b, b)
+        n8 = pick(parts8, offs_b, b)
+        n4 = pick(parts4, offs_b, b)
+        n3 = pick(parts3, offs_b, b)
+        if HAS16:
+            if index < n16:
+                count = tl.load(counts16_ptr + b)
+                first_page = b * rows16
+                attend_dense(q_ptr, dense_ptr, frames16_ptr + first_page.to(tl.int64) * N16, live16_ptr + first_page.to(tl.int64) * heads16 + head % heads16,
+                             part_ptr, stat_ptr, count * index // n16, count * (index + 1) // n16, group, qk_scale, stride_frame, heads16,
+                             N16, CHUNKS, LIVE16, G, D, DB, ASM)  # fmt: skip
+        index -= n16
+        if HAS8:
+            if (index >= 0) & (index < n8):
+                count = tl.load(counts8_ptr + b)
+                first_page = b * rows8
+                attend_planes(q_ptr, arena_ptr, frames8_ptr + first_page.to(tl.int64) * 8, live8_ptr + first_page.to(tl.int64) * heads8 + head % heads8,
+                              part_ptr, stat_ptr, count * index // n8, count * (index + 1) // n8, group, qk_scale, stride_frame, heads8,
+                              4, 4, LIVE8, 1, G, D, CB, ASM)  # fmt: skip
+        index -= n8
+        if HAS4:
+            if (index >= 0) & (index < n4):
+                count = tl.load(counts4_ptr + b)
+                first_page = b * rows4
+                attend_planes(q_ptr, arena_ptr, frames4_ptr + first_page.to(tl.int64) * 4, live4_ptr + first_page.to(tl.int64) * heads4 + head % heads4,
+                              part_ptr, stat_ptr, count * index // n4, count * (index + 1) // n4, group, qk_scale, stride_frame, heads4,
+                              2, 2, LIVE4, UNROLL, G, D, CB, ASM)  # fmt: skip
+        index -= n4
+        if HAS3:
+            if (index >= 0) & (index < n3):
+                count = tl.load(counts3_ptr + b)
+                first_page = b * rows3
+                attend_planes(q_ptr, arena_ptr, frames3_ptr + first_page.to(tl.int64) * 3, live3_ptr + first_page.to(tl.int64) * heads3 + head % heads3,
+                              part_ptr, stat_ptr, count * index // n3, count * (index + 1) // n3, group, qk_scale, stride_frame, heads3,
+                              2, 1, LIVE3, UNROLL, G, D, CB, ASM)  # fmt: skip
+        index -= n3
+        if HAS2:
+            if index >= 0:
+                n2 = pick(parts2, offs_b, b)
+                count = tl.load(counts2_ptr + b)
+                first_page = b * rows2
+                attend_planes(q_ptr, arena_ptr, frames2_ptr + first_page.to(tl.int64) * 2, live2_ptr + first_page.to(tl.int64) * heads2 + head % heads2,
+                              part_ptr, stat_ptr, count * index // n2, count * (index + 1) // n2, group, qk_scale, stride_frame, heads2,
+                              1, 1, LIVE2, UNROLL, G, D, CB, ASM)  # fmt: skip
+
+
+@triton.jit
+def rotate_rows(x, BLOCK: tl.constexpr):
+    """x [R, N] float32 times the block-wise Hadamard matrix, unscaled: each round takes sums and differences over the lowest index
+    bit and makes it the highest of its block, so that after log2(BLOCK) rounds every bit is back in its place."""
+    R: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    x = tl.reshape(x, [R * N // BLOCK, BLOCK])
+    left: tl.constexpr = BLOCK
+    for i in tl.static_range(10):
+        if 2**i < BLOCK:
+            a, b = tl.split(tl.reshape(x, [R * N // BLOCK, BLOCK // 2, 2]))
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [R * N // BLOCK, BLOCK])
+    return tl.reshape(x, [R, N])
+
+
+@triton.jit(do_not_specialize=["batch", "group", "slots"])
+def merge_kernel(part_ptr, stat_ptr, plan_ptr, out_ptr, lse_ptr, batch, group, slots,
+                 D: tl.constexpr, DB: tl.constexpr, ROTATION: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """grid (B, Hq). Parts of decode_kernel -> out [B, Hq, D], rotated back in blocks of ROTATION channels (0: not), lse [B, Hq]."""
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    kv_head = head // group
+    g = head % group
+    start = tl.load(plan_ptr + b)
+    parts = tl.load(plan_ptr + batch + b)
+    offs_d = tl.arange(0, DB)
+    offs_s = tl.arange(0, STEP)
+    m = -float("inf")
+    total = 0.0
+    acc = tl.zeros([DB], tl.float32)
+    for i in range(0, parts, STEP):
+        ok = i + offs_s < parts
+        row = (kv_head * slots + start + i + offs_s).to(tl.int64)
+        ms = tl.load(stat_ptr + row * 32 + g, mask=ok, other=-float("inf"))
+        ls = tl.load(stat_ptr + row * 32 + 16 + g, mask=ok, other=0.0)
+        x = tl.load(part_ptr + (row * group + g)[:, None] * D + offs_d[None, :], mask=ok[:, None] & (offs_d < D)[None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(ms, 0))
+        w = tl.exp2(ms - m_new)
+        alpha = tl.exp2(m - m_new)
+        total = total * alpha + tl.sum(w * ls, 0)
+        acc = acc * alpha + tl.sum(x * w[:, None], 0)
+        m = m_new
+    # a sequence without a live token gives 0 and -inf
+    acc = tl.where(total > 0, acc / tl.maximum(total, 1e-30), 0.0)
+    lse = tl.where(total > 0, (m - P_BITS + tl.log2(tl.maximum(total, 1e-30))) * 0.6931471805599453, -float("inf"))
+    if ROTATION > 0:
+        acc = tl.reshape(rotate_rows(tl.reshape(acc, [1, DB]), ROTATION), [DB]) * (1.0 / ROTATION**0.5)
+    at = (b * tl.num_programs(1) + head).to(tl.int64)
+    tl.store(out_ptr + at * D + offs_d, acc.to(out_ptr.dtype.element_ty), mask=offs_d < D)
+    tl.store(lse_ptr + at, lse)
+
+
+# ---- the op -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """What a call of `decode_triton` writes. part float32 [H, parts, Hq / H, D], stat float32 [H, parts, 2, 16], plan int32 [2, B],
+    out [B, Hq, D], lse float32 [B, Hq]. A call with a workspace allocates nothing; its results are the workspace's out and lse."""
+
+    part: Tensor
+    stat: Tensor
+    plan: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@functools.cache
+def _programs(index: int) -> int:
+    """Programs that a GPU runs at once."""
+    return torch.cuda.get_device_properties(index).multi_processor_count * PROGRAMS_PER_SM
+
+
+PROGRAMS_PER_SM = 8
+
+
+def workspace(q: Tensor, num_kv_heads: int, num_tiers: int = len(TIERS), parts: int | None = None) -> Workspace:
+    """Room for calls with queries like q [B, Hq, D], whatever the counts. parts: programs a KV head (default: one wave of the GPU)."""
+    b, hq, d = q.shape
+    if parts is None:
+        parts = _programs(q.device.index or 0) // num_kv_heads if q.is_cuda else 6
+    parts = max(parts, b * num_tiers)
+    new = functools.partial(torch.empty, device=q.device)
+    return Workspace(new(num_kv_heads, parts, hq // num_kv_heads, d), new(num_kv_heads, parts, 2, 16), new(2, b, dtype=torch.int32),
+                     torch.empty_like(q), new(b, hq))  # fmt: skip
+
+
+def decode_triton(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype, rotated: bool = True,
+                  workspace_: Workspace | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`decode` by Triton. Nothing is read back from the device and, with a workspace, nothing allocated: a CUDA graph may hold it, and
+    the table's tensors may change between replays. Raises ValueError for what the kernel does not do."""
+    b, hq, d = q.shape
+    h = arena.shape[1]
+    group = hq // h
+    if q.dtype not in (torch.bfloat16, torch.float16) or dense_dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"queries are {q.dtype} and dense pages {dense_dtype}; the kernel accepts torch.bfloat16 and torch.float16")
+    if group * h != hq or not 1 <= group <= 16:
+        raise ValueError(f"{hq} query heads on {h} KV heads; the kernel accepts 1 to 16 query heads to a KV head")
+    frame_bytes = frame.frame_bytes(frame.check_head_dim(d))
+    if arena.shape[2] != frame_bytes or not arena.is_contiguous():
+        raise ValueError(f"arena {tuple(arena.shape)} must be contiguous, with {frame_bytes} bytes a frame and KV head at head_dim {d}")
+    w = workspace_ if workspace_ is not None else workspace(q, h, max(len(table.segments), 1))
+    words, dense = arena.view(torch.uint16), arena.view(dense_dtype)
+    segments = {s.tier: s for s in table.segments}
+    args, has, live = [], [], []
+    for tier in TIERS:
+        segment = segments.get(tier)
+        has.append(segment is not None and segment.frames.shape[1] > 0)
+        live.append(segment is not None and segment.live is not None)
+        if segment is None:
+            args += [w.plan, w.plan, w.plan, 0, 1]
+        else:
+            mask = w.plan if segment.live is None else segment.live
+            args += [segment.frames, segment.counts, mask, segment.frames.shape[1], 1 if segment.live is None else segment.live.shape[2]]
+    parts = w.part.shape[1]
+    cb = max(16, triton.next_power_of_2(d // 8))
+    n16 = -(-128 * d // frame_bytes)
+    decode_kernel[(h, parts)](
+        q.contiguous(), words, dense, w.part, w.stat, w.plan, *args, b, group, scale * math.log2(math.e), words.stride(0), words.stride(1),
+        *has, *live, *(COSTS[t] for t in TIERS), N16=n16, CHUNKS=frame_bytes // 16, UNROLL=2, LEAST=4, BATCH=triton.next_power_of_2(b),
+        G=8 if group <= 8 else 16, D=d, CB=cb, DB=triton.next_power_of_2(d), ASM=not backend.interpreting(),
+        num_warps=1, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    merge_kernel[(b, hq)](w.part, w.stat, w.plan, w.out, w.lse, b, group, parts, D=d, DB=triton.next_power_of_2(d),
+                          ROTATION=d & -d if rotated else 0, STEP=16, num_warps=4)  # fmt: skip
+    return w.out, w.lse
