@@ -198,7 +198,8 @@ class StrataCache(Cache):
 
     def _replan(self, sequence_id: int, new: list[int]) -> None:
         s = self.store.sequence(sequence_id)
-        if self.planner is not None and self.store.first_window_page(s.num_tokens + len(new)) > s.settled:
+        after = s.num_tokens + len(new)
+        if self.planner is not None and (-(-after // PAGE_SIZE) > len(s.pages) or self.store.first_window_page(after) > s.settled):
             self.store.set_plan(sequence_id, self.planner(s.token_ids + new))
 
     def _valid(self, batch: int, length: int, mask: Tensor | None) -> Tensor:
@@ -311,7 +312,7 @@ def attached(model: PreTrainedModel, store: Store, planner: Planner | None = Non
 
     cache: continue with this one, made by an earlier `StrataCache(model, store)`, and keep what it holds at the end. Without it a new
     cache is made, and its sequences are released at the end.
-    planner: called before a forward pass in which pages will settle, for each sequence.
+    planner: called for each sequence before a forward pass in which it takes a new page or settles one.
 
     Raises UnsupportedModel for a family, layer type or head_dim that is not supported, ValueError where the store's geometry is not
     the model's or the model is attached already.

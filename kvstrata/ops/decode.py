@@ -40,20 +40,23 @@ def decode_ref(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dens
     return out[:, 0].to(q.dtype), lse[:, 0]
 
 
-def tiles(segment: Segment, arena: Tensor, head_dim: int, dense_dtype: torch.dtype, decode_pages: DecodePages) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Pages in floating point, a tile of one sequence at a time: (b, k [S, H, D], v [S, H, D], live bool [S, H]), S a multiple of 32."""
-    h = arena.shape[1]
-    live = live_tokens(segment, h)
+def tiles(segment: Segment, arena: Tensor, head_dim: int, dense_dtype: torch.dtype, decode_pages: DecodePages) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:  # fmt: skip
+    """Pages in floating point, a tile of one sequence at a time: (b, k [P, H, 32, D], v [P, H, 32, D], live bool [P, H, 32] or None).
+
+    The planes codec's channels are in word order: unpacked, not moved.
+    """
+    live = None if segment.live is None else live_tokens(segment, arena.shape[1])
     for b, count in enumerate(segment.counts.tolist()):
         for start in range(0, count, TILE_PAGES):
-            ids = segment.frames[b, start : min(start + TILE_PAGES, count)]
-            frames = arena[ids.flatten().long()].view(*ids.shape, *arena.shape[1:])
+            end = min(start + TILE_PAGES, count)
+            frames = arena[segment.frames[b, start:end].long()]
             if segment.tier is Tier.BF16:
-                k, v = (x.float() for x in dense.from_frames(frames, head_dim, dense_dtype))
+                k, v = (x.float().transpose(1, 2) for x in dense.from_frames(frames, head_dim, dense_dtype))
+            elif decode_pages is quant.decode:
+                k, v = quant.decode_words(frames, segment.tier, head_dim)
             else:
-                k, v = decode_pages(frames, segment.tier, head_dim)
-            mask = live[b, start : start + len(ids)].transpose(1, 2).reshape(-1, h)
-            yield b, k.reshape(-1, h, head_dim), v.reshape(-1, h, head_dim), mask
+                k, v = (x.transpose(1, 2) for x in decode_pages(frames, segment.tier, head_dim))
+            yield b, k, v, None if live is None else live[b, start:end]
 
 
 def attend_pages(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype,
@@ -62,21 +65,40 @@ def attend_pages(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, de
     lse float32 [B, T, Hq]."""
     b, t, hq, d = q.shape
     h = arena.shape[1]
-    out = torch.zeros(b, t, hq, d, device=q.device)
-    lse = torch.full((b, t, hq), -torch.inf, device=q.device)
+    rows = hq // h * t
     # grouped-query heads are folded into the query axis: [H, G * T, D] against [H, S, D]; K and V are never expanded
-    folded = (q.float() * scale).view(b, t, h, hq // h, d).permute(0, 2, 3, 1, 4).reshape(b, h, -1, d)
+    folded = (q.float() * scale).view(b, t, h, hq // h, d).permute(0, 2, 3, 1, 4).reshape(b, h, rows, d)
+    out = torch.zeros(b, h, rows, d, device=q.device)
+    lse = torch.full((b, h, rows), -torch.inf, device=q.device)
+    order = quant.word_order(d).to(q.device)
     for segment in table.segments:
+        words = segment.tier is not Tier.BF16 and decode_pages is quant.decode
+        queries = folded[..., order] if words else folded
         for i, k, v, live in tiles(segment, arena, d, dense_dtype, decode_pages):
-            scores = folded[i] @ k.permute(1, 2, 0)
-            if not live.all():
-                scores = scores.masked_fill(~live.T[:, None, :], -torch.inf)
-            part_lse = torch.logsumexp(scores, -1)
-            p = torch.exp(scores - torch.where(torch.isinf(part_lse), 0.0, part_lse)[..., None])
-            part = p @ v.transpose(0, 1)
-            part = part.view(h, hq // h, t, d).permute(2, 0, 1, 3).reshape(t, hq, d)
-            part_lse = part_lse.view(h, hq // h, t).permute(2, 0, 1).reshape(t, hq)
+            part, part_lse = _attend_tile(queries[i], k, v, live)
+            if words:
+                part = torch.empty_like(part).index_copy_(-1, order, part)
             out[i], lse[i] = merge(torch.stack([out[i], part]), torch.stack([lse[i], part_lse]))
-    return out, lse
+    return (
+        out.view(b, h, hq // h, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, hq, d),
+        lse.view(b, h, hq // h, t).permute(0, 3, 1, 2).reshape(b, t, hq),
+    )
 
 
+def _attend_tile(q: Tensor, k: Tensor, v: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q [H, R, D] against k, v [P, H, 32, D], live bool [P, H, 32] or None -> out [H, R, D], lse [H, R]."""
+    pages, h, size, _ = k.shape
+    rows = q.shape[1]
+    if rows > size:
+        # many queries: one product a head is worth moving the tile
+        k, v = (x.transpose(0, 1).reshape(1, h, pages * size, -1) for x in (k, v))
+        live = None if live is None else live.transpose(0, 1).reshape(1, h, -1)
+    scores = q @ k.transpose(2, 3)  # [P, H, R, 32] or [1, H, R, S]
+    if live is not None:
+        scores = scores.masked_fill(~live[:, :, None, :], -torch.inf)
+    # a tile without a live token has maximum -inf: subtract 0 instead
+    top = scores.amax((0, 3), keepdim=True)
+    p = torch.exp(scores - torch.where(torch.isinf(top), 0.0, top))
+    total = p.sum((0, 3))
+    out = (p @ v).sum(0) / torch.where(total == 0, 1.0, total)[..., None]
+    return out, torch.log(total) + top[0, :, :, 0]

@@ -16,6 +16,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from kvstrata.ops import frame
 from kvstrata.types import PAGE_SIZE, Tier
@@ -169,24 +170,41 @@ def _steps(planes: list[Tensor]) -> Tensor:
     """Plane words [P, H, 32, C] each -> steps from lo, float32 [P, H, 32, C, 8] (word order)."""
     n = len(planes)
     tables = [frame.table(frame.BASE_BITS, 4.0, 1.5 if n == 1 else 0.0 if n == 2 else -7.5 / 16)]
-    finer = ((frame.REFINE_BITS, 1.0), (frame.BASE_BITS, 0.25), (frame.REFINE_BITS, 0.0625))
-    tables += [frame.table(bits, scale, 0.0) for bits, scale in finer]
-    out = torch.nn.functional.embedding(planes[0], tables[0].to(planes[0].device))
+    tables += [frame.table(frame.REFINE_BITS, 1.0, 0.0), frame.table(frame.BASE_BITS, 0.25, 0.0), frame.table(frame.REFINE_BITS, 0.0625, 0.0)]  # fmt: skip
+    out = embedding(planes[0], tables[0].to(planes[0].device))
     for words, values in zip(planes[1:], tables[1:], strict=False):
-        out += torch.nn.functional.embedding(words, values.to(words.device))
+        out += embedding(words, values.to(words.device))
     return out
+
+
+@functools.cache
+def _metadata_table(unit: float) -> Tensor:
+    """float32 [65536, 2]: scale and lo of every metadata word."""
+    word = torch.arange(1 << 16, dtype=torch.int32)
+    scale = _scale_value(word & 0xFF, unit)
+    return torch.stack([scale, _offset_value(word >> 8) * scale], -1)
+
+
+@functools.cache
+def word_order(head_dim: int) -> Tensor:
+    """int64 [D]: element i of a row in word order is channel word_order[i]."""
+    return torch.arange(head_dim).view(frame.NUM_FIELDS, -1).T.flatten()
+
+
+def decode_words(frames: Tensor, tier: Tier, head_dim: int) -> tuple[Tensor, Tensor]:
+    """`decode` without moving what it unpacks: k, v float32 [P, H, 32, D], channels in word order."""
+    w = frame.words(frames).unbind(1)
+    k_index, v_index = _planes_of(tier)
+    k_meta, v_meta = frame.split_metadata(w[0], w[1], head_dim)
+    k_meta = k_meta[..., word_order(head_dim).to(k_meta.device)]
+    k_scale, k_lo = embedding(k_meta, _metadata_table(K_UNIT).to(k_meta.device))[:, :, None].unbind(-1)
+    v_scale, v_lo = embedding(v_meta, _metadata_table(V_UNIT).to(v_meta.device))[..., None, :].unbind(-1)
+    k = _steps([frame.k_words(w[i], head_dim) for i in k_index]).flatten(3)
+    v = _steps([frame.v_words(w[i], head_dim) for i in v_index]).flatten(3)
+    return torch.addcmul(k_lo, k, k_scale), torch.addcmul(v_lo, v, v_scale)
 
 
 def decode(frames: Tensor, tier: Tier, head_dim: int) -> tuple[Tensor, Tensor]:
     """Unpack and dequantize pages: uint8 [P, n, H, frame_bytes], n >= tier.value -> k, v float32 [P, 32, H, D], v still rotated."""
-    w = frame.words(frames).unbind(1)
-    k_index, v_index = _planes_of(tier)
-    k_meta, v_meta = frame.split_metadata(w[0], w[1], head_dim)
-    out = []
-    for words, meta, unit in (
-        ([frame.k_words(w[i], head_dim) for i in k_index], k_meta[:, :, None, :], K_UNIT),
-        ([frame.v_words(w[i], head_dim) for i in v_index], v_meta[:, :, :, None], V_UNIT),
-    ):
-        steps = _steps(words).transpose(3, 4).flatten(3)
-        out.append(((steps + _offset_value(meta >> 8)) * _scale_value(meta & 0xFF, unit)).transpose(1, 2))
-    return out[0], out[1]
+    k, v = (x.unflatten(3, (-1, frame.NUM_FIELDS)).transpose(3, 4).flatten(3).transpose(1, 2) for x in decode_words(frames, tier, head_dim))
+    return k, v

@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from kvstrata.types import PAGE_SIZE, Tier
 
 
+class BudgetTooSmall(ValueError):
+    """No plan of the policy fits. floor: bytes of its cheapest plan."""
+
+    def __init__(self, message: str, floor: int) -> None:
+        super().__init__(message)
+        self.floor = floor
+
+
 @dataclass(frozen=True, slots=True)
 class Signals:
     """current_turn: the newest user turn. mass: attention mass of each page, if it was measured (any scale, one number a page)."""
@@ -77,13 +85,14 @@ class Budget:
         return num_bytes * 8 * PAGE_SIZE / max(1, self.num_tokens * self.page_elements)
 
     def check(self, tiers: Sequence[Tier], policy: str) -> None:
-        """Raise ValueError, naming the floor, unless a policy's cheapest plan fits."""
+        """Raise BudgetTooSmall, naming the floor, unless a policy's cheapest plan fits."""
         floor = self.cost(tiers)
         if floor > self.limit:
             value = f"{self.bits} bits" if self.bits is not None else f"{self.bytes} bytes"
-            raise ValueError(
+            raise BudgetTooSmall(
                 f"budget of {value} ({self.limit} bytes) for {self.num_tokens} tokens is below the floor of policy {policy!r}: "
-                f"{self.real_bits(floor):.2f} bits an element, {floor} bytes"
+                f"{self.real_bits(floor):.2f} bits an element, {floor} bytes",
+                floor,
             )
 
 

@@ -1,0 +1,260 @@
+"""A conversation over many turns: the file to read first.
+
+    session = Session(model, tokenizer, policy="role", budget_bits=3.5)
+    reply = session.chat(messages, tools=tools)
+
+A turn: messages are tagged, the policy plans a tier for each page, what is stored of the prefix is reused, the rest runs through the
+model as one chunk (dense inside, attending the stored pages), and its keys and values settle page by page to their planned tiers.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
+from kvstrata.policy import Budget, BudgetTooSmall, Signals, make_policy
+from kvstrata.store.layout import Layout
+from kvstrata.store.store import Store
+from kvstrata.tagging.calls import parse_reply
+from kvstrata.tagging.template import tag_ids, tag_messages
+from kvstrata.types import PAGE_SIZE, Plan, Span, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReport:
+    """What a turn did. Bytes count all layers; bits are real: metadata, sinks, window and padding included."""
+
+    turn: int
+    tokens: int
+    tokens_by_tag_and_tier: Mapping[tuple[str, str, str, str], int]
+    """Tokens by (age, modality, role, tier)."""
+    bytes_stored: int
+    bytes_dead: int
+    """Of bytes_stored: what belongs to dead tokens inside living pages."""
+    bytes_bf16: int
+    """What an uncompressed bfloat16 cache of the same tokens takes."""
+    bits_per_element: float
+    reused_tokens: int
+    new_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    text: str
+    token_ids: list[int]
+    message: dict[str, Any]
+    """The reply as an OpenAI-style assistant message, tool calls parsed; append it to `messages` for the next turn."""
+    report: TurnReport
+
+
+BUDGET_HORIZON = 2048
+"""A budget in bits counts at least this many tokens: what a young conversation loses it would never gain back when it has grown."""
+
+
+class Session:
+    """One conversation in a store.
+
+    policy, policy_settings: as kvstrata.policy.make_policy takes them. budget_bits: real bits a K and V element, averaged over the
+    conversation, which counts as BUDGET_HORIZON tokens while it is shorter; where the recent window alone takes more, the policy's
+    cheapest plan stands in.
+    codec, window, dense_dtype, capacity_tokens: of the store made for this session; store: share this one instead (sessions of one
+    model then reuse each other's prefixes). dense_dtype defaults to bfloat16, and to the model's own type for policy "full".
+
+    Raises ValueError for an unknown policy, setting, tier or codec, an unsupported model, and a budget below the policy's floor.
+    After an error in a turn the session holds what it held before the turn.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str = "role", budget_bits: float | None = None, *,
+                 policy_settings: Mapping[str, Any] | None = None, codec: str = "planes", window: int = 64, dense_dtype: str | None = None,
+                 capacity_tokens: int | None = None, store: Store | None = None) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.budget_bits = model, tokenizer, budget_bits
+        if store is None:
+            if dense_dtype is None and policy == "full":
+                dense_dtype = str(model.dtype).removeprefix("torch.")
+            capacity = capacity_tokens or min(getattr(model.config, "max_position_embeddings", 32768), 32768)
+            store = Store(store_config(model, capacity, codec=codec, window=window, dense_dtype=dense_dtype), model.device)
+        self.store = store
+        settings = dict(policy_settings or {})
+        if policy in ("uniform", "role"):
+            settings.setdefault("tiers", store.layout.codec.tiers)
+        self.policy = make_policy(policy, **settings)
+        self.reports: list[TurnReport] = []
+        self._cache = StrataCache(model, store, self._plan)
+        self._spans: tuple[Span, ...] = ()
+        self._known = 0
+        self._check_budget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.reset()
+
+    # turns
+
+    def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, max_new_tokens: int = 512, **generate: Any) -> Reply:  # fmt: skip
+        """Answer a conversation: `messages` is all of it, earlier replies included. Further arguments go to `model.generate`.
+
+        Raises ValueError for no messages or a role that the chat template does not know.
+        """
+        tagged = tag_messages(self.tokenizer, messages, tools, add_generation_prompt=True)
+        start = time.perf_counter()
+        reused = self._align(tagged.token_ids, tagged.spans)
+        ids = torch.tensor([tagged.token_ids], device=self.model.device)
+        generate = {"do_sample": False} | generate
+        with attached(self.model, self.store, cache=self._cache), torch.no_grad():
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+                                      **{cache_keyword(self.model): self._cache}, **generate)  # fmt: skip
+        new = out[0, len(tagged.token_ids) :].tolist()
+        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        report = self._end_turn(reused, time.perf_counter() - start)
+        return Reply(text, new, parse_reply(text), report)
+
+    def feed(self, token_ids: list[int], spans: tuple[Span, ...] | None = None, *, logits_to_keep: int = 0) -> Tensor:
+        """Make the session hold exactly `token_ids`, the whole conversation so far, running what is not stored as one chunk.
+
+        spans: tags of the tokens, partitioning them; None: found from the ids. logits_to_keep: how many of the last positions to
+        return logits for; 0: all that ran. -> float32 [positions, vocabulary]. Tokens that are stored already run again only where
+        nothing else would run: the last one always does.
+        """
+        if not token_ids:
+            raise ValueError("token_ids is empty; a turn needs at least one token")
+        start = time.perf_counter()
+        reused = self._align(token_ids, tag_ids(self.tokenizer, token_ids) if spans is None else spans)
+        new = torch.tensor([token_ids[reused:]], device=self.model.device)
+        with attached(self.model, self.store, cache=self._cache), torch.no_grad():
+            out = self.model(input_ids=new, **{cache_keyword(self.model): self._cache}, logits_to_keep=logits_to_keep)
+        self._end_turn(reused, time.perf_counter() - start)
+        return out.logits[0].float()
+
+    def reset(self) -> None:
+        """Forget the conversation; its settled pages stay reusable in the store until their frames are wanted."""
+        self._cache.reset()
+        self._spans, self._known = (), 0
+
+    # what it holds
+
+    @property
+    def layout(self) -> Layout:
+        return self.store.layout
+
+    @property
+    def report(self) -> TurnReport:
+        if not self.reports:
+            raise ValueError("no turn has ended yet; call chat or feed first")
+        return self.reports[-1]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self._sequence.token_ids) if self._cache.sequence_ids else []
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Tags of the stored tokens."""
+        return self._spans_of(self.token_ids)
+
+    @property
+    def frames_in_use(self) -> int:
+        return self._sequence.frames if self._cache.sequence_ids else 0
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of this conversation's frames, and of sliding-window layers outside the store."""
+        return self.frames_in_use * self.layout.frame_bytes + self._cache.sliding_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that the store's sequences and prefix index ever held."""
+        return self.store.arena.peak_in_use * self.layout.frame_bytes
+
+    @property
+    def bits_per_element(self) -> float:
+        return self.layout.bits_per_element(self.frames_in_use, len(self.token_ids))
+
+    def page_tiers(self) -> list[Tier]:
+        """Tier of each page of the conversation; pages of the recent window are BF16."""
+        return [page.tier for page in self._sequence.pages] if self._cache.sequence_ids else []
+
+    # inside a turn
+
+    @property
+    def _sequence(self) -> Any:
+        return self.store.sequence(self._cache.sequence_ids[0])
+
+    def _align(self, token_ids: list[int], spans: tuple[Span, ...]) -> int:
+        """Let the cache hold the longest stored prefix of `token_ids`, less the last token; how many tokens that is."""
+        last = len(token_ids) - 1
+        if self._cache.sequence_ids:
+            stored = self._sequence.token_ids
+            common = next((i for i, (a, b) in enumerate(zip(stored, token_ids, strict=False)) if a != b), min(len(stored), len(token_ids)))
+            if min(common, last) < len(stored):
+                self._cache.crop(min(common, last) - len(stored))
+        else:
+            sequence_id = self.store.add_sequence()
+            self.store.match_prefix(sequence_id, token_ids)
+            self._cache.adopt(sequence_id)
+        self._spans, self._known = spans, len(token_ids)
+        return int(self._sequence.num_tokens)
+
+    def _spans_of(self, token_ids: list[int]) -> tuple[Span, ...]:
+        """Spans of exactly `token_ids`; those of generated tokens are found from the ids."""
+        n = len(token_ids)
+        if n == self._known:
+            return self._spans
+        spans = [Span(s.start, min(s.end, n), s.role, s.turn, s.modality) for s in self._spans if s.start < n]
+        if n > self._known:
+            found = tag_ids(self.tokenizer, token_ids)
+            spans += [Span(max(s.start, self._known), s.end, s.role, s.turn, s.modality) for s in found if s.end > self._known]
+        return tuple(spans)
+
+    def _plan(self, token_ids: list[int]) -> Plan:
+        spans, n = self._spans_of(token_ids), len(token_ids)
+        signals = Signals(current_turn=max((s.turn for s in spans), default=0))
+        if self.budget_bits is None:
+            return self.policy.plan(spans, n, signals)
+        limit = int(self.budget_bits * self.layout.elements(max(n, BUDGET_HORIZON)) / 8)
+        try:
+            return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=limit))
+        except BudgetTooSmall as error:
+            # the window's fixed cost outweighs a short conversation
+            return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=max(error.floor, 1)))
+
+    def _budget(self, num_tokens: int, *, bits: float | None = None, num_bytes: int | None = None) -> Budget:
+        pages = -(-num_tokens // PAGE_SIZE)
+        return Budget(
+            tier_bytes=self.layout.tier_bytes(), num_tokens=num_tokens, page_elements=self.layout.elements(PAGE_SIZE), bits=bits,
+            bytes=num_bytes, window_pages=pages - self.store.first_window_page(num_tokens),
+        )  # fmt: skip
+
+    def _check_budget(self) -> None:
+        """Raise BudgetTooSmall where even an endless conversation, on which sinks and window cost nothing, would not fit."""
+        if self.budget_bits is not None:
+            endless = 1 << 20
+            self.policy.plan((), endless, Signals(), self._budget(endless, bits=self.budget_bits))
+
+    def _end_turn(self, reused: int, seconds: float) -> TurnReport:
+        token_ids, pages = self.token_ids, self._sequence.pages
+        spans = self._spans_of(token_ids)
+        current = max((s.turn for s in spans), default=0)
+        counts: Counter[tuple[str, str, str, str]] = Counter()
+        for s in spans:
+            tag = s.tag(current)
+            for p in range(s.start // PAGE_SIZE, (s.end - 1) // PAGE_SIZE + 1):
+                n = min(s.end, (p + 1) * PAGE_SIZE) - max(s.start, p * PAGE_SIZE)
+                counts[tag.age.name.lower(), tag.modality.value, tag.role.value, pages[p].tier.name] += n
+        written = [min(PAGE_SIZE, len(token_ids) - p * PAGE_SIZE) for p in range(len(pages))]
+        report = TurnReport(
+            turn=len(self.reports), tokens=len(token_ids), tokens_by_tag_and_tier=dict(counts), bytes_stored=self.bytes_in_use,
+            bytes_dead=sum(self.layout.dead_bytes(page.tier, n - page.live_tokens) for page, n in zip(pages, written, strict=True)),
+            bytes_bf16=self.layout.bf16_bytes(len(token_ids)), bits_per_element=self.bits_per_element, reused_tokens=reused,
+            new_tokens=len(token_ids) - reused, seconds=seconds,
+        )  # fmt: skip
+        self.reports.append(report)
+        return report
