@@ -1,5 +1,8 @@
 """Attention of one layer during a step: what is stored, merged with the new tokens. Knows nothing of models."""
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,11 +20,11 @@ def attend(store: Store, step: Step, layer: int, q: Tensor, k: Tensor, v: Tensor
     point: what they will lose, they lose when they are written.
     """
     arena, layout = store.arena.buffer[layer], store.layout
-    counts = [b - a for a, b in zip(step.cu_seqlens, step.cu_seqlens[1:], strict=False)]
+    counts = [b - a for a, b in itertools.pairwise(step.cu_seqlens)]
+    how: dict[str, Any] = {"dense_dtype": store.dense_dtype, "rotated": layout.codec.rotates_v, "decode_pages": layout.decode}
     if any(n != 1 for n in counts):
-        return extend(q, k, v, step.cu_seqlens, arena, step.table, scale,
-                      dense_dtype=store.dense_dtype, rotated=layout.codec.rotates_v, decode_pages=layout.decode)  # fmt: skip
-    stored, lse = decode(q, arena, step.table, scale, dense_dtype=store.dense_dtype, rotated=layout.codec.rotates_v, decode_pages=layout.decode)  # fmt: skip
+        return extend(q, k, v, step.cu_seqlens, arena, step.table, scale, **how)
+    stored, lse = decode(q, arena, step.table, scale, **how)
     group = q.shape[1] // k.shape[1]
     own_lse = torch.einsum("bhgd,bhd->bhg", q.unflatten(1, (-1, group)).float(), k.float()).flatten(1) * scale
     own = v.repeat_interleave(group, 1)

@@ -71,9 +71,20 @@ class Session:
     After an error in a turn the session holds what it held before the turn.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str = "role", budget_bits: float | None = None, *,
-                 policy_settings: Mapping[str, Any] | None = None, codec: str = "planes", window: int = 64, dense_dtype: str | None = None,
-                 capacity_tokens: int | None = None, store: Store | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        policy: str = "role",
+        budget_bits: float | None = None,
+        *,
+        policy_settings: Mapping[str, Any] | None = None,
+        codec: str = "planes",
+        window: int = 64,
+        dense_dtype: str | None = None,
+        capacity_tokens: int | None = None,
+        store: Store | None = None,
+    ) -> None:
         self.model, self.tokenizer, self.budget_bits = model, tokenizer, budget_bits
         if store is None:
             if dense_dtype is None and policy == "full":
@@ -99,7 +110,9 @@ class Session:
 
     # turns
 
-    def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, max_new_tokens: int = 512, **generate: Any) -> Reply:  # fmt: skip
+    def chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, max_new_tokens: int = 512, **generate: Any
+    ) -> Reply:
         """Answer a conversation: `messages` is all of it, earlier replies included. Further arguments go to `model.generate`.
 
         Raises ValueError for no messages or a role that the chat template does not know.
@@ -110,10 +123,10 @@ class Session:
         ids = torch.tensor([tagged.token_ids], device=self.model.device)
         generate = {"do_sample": False} | generate
         with attached(self.model, self.store, cache=self._cache), torch.no_grad():
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-                                      **{cache_keyword(self.model): self._cache}, **generate)  # fmt: skip
+            generate |= {cache_keyword(self.model): self._cache, "max_new_tokens": max_new_tokens}
+            out: Tensor = self.model.generate(ids, attention_mask=torch.ones_like(ids), **generate)  # type: ignore[operator]
         new = out[0, len(tagged.token_ids) :].tolist()
-        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(new, skip_special_tokens=True))
         report = self._end_turn(reused, time.perf_counter() - start)
         return Reply(text, new, parse_reply(text), report)
 

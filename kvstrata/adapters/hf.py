@@ -35,7 +35,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 _names = itertools.count()
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModelError(ValueError):
     """The model cannot be attached; the message names the reason and what is accepted."""
 
 
@@ -44,22 +44,24 @@ def _text_config(model: PreTrainedModel) -> Any:
 
 
 def layer_types(config: Any) -> list[str]:
-    """"full_attention" or "sliding_attention" for each layer. Raises UnsupportedModel for anything else, by name."""
+    """The type of each layer, full_attention or sliding_attention. Raises UnsupportedModelError for anything else, by name."""
     if config.model_type not in FAMILIES:
         reason = ""
         if getattr(config, "kv_lora_rank", None):
             reason = " (multi-head latent attention keeps no keys and values to store)"
         elif any("linear" in t or t in ("conv", "mamba", "hybrid") for t in getattr(config, "layer_types", None) or ()):
             reason = " (linear attention keeps a state, not keys and values)"
-        raise UnsupportedModel(f"model family {config.model_type!r} is not supported{reason}; accepted: {', '.join(FAMILIES)}")
+        raise UnsupportedModelError(f"model family {config.model_type!r} is not supported{reason}; accepted: {', '.join(FAMILIES)}")
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
     for t in types:
         if t not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModel(f"layers of type {t!r} are not supported; accepted: full_attention, sliding_attention")
+            raise UnsupportedModelError(f"layers of type {t!r} are not supported; accepted: full_attention, sliding_attention")
     return types
 
 
-def store_config(model: PreTrainedModel, num_tokens: int, *, codec: str = "planes", window: int = 64, dense_dtype: str | None = None) -> StoreConfig:  # fmt: skip
+def store_config(
+    model: PreTrainedModel, num_tokens: int, *, codec: str = "planes", window: int = 64, dense_dtype: str | None = None
+) -> StoreConfig:
     """Geometry of a store that holds `num_tokens` tokens of this model at BF16.
 
     dense_dtype: default bfloat16, or float16 for a float16 model.
@@ -68,7 +70,7 @@ def store_config(model: PreTrainedModel, num_tokens: int, *, codec: str = "plane
     types = layer_types(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim not in HEAD_DIMS:
-        raise UnsupportedModel(f"head_dim {head_dim} is not supported; accepted: {', '.join(map(str, HEAD_DIMS))}")
+        raise UnsupportedModelError(f"head_dim {head_dim} is not supported; accepted: {', '.join(map(str, HEAD_DIMS))}")
     geometry: dict[str, Any] = {
         "num_layers": types.count("full_attention"), "num_kv_heads": config.num_key_value_heads, "head_dim": head_dim, "codec": codec,
         "window": window, "dense_dtype": dense_dtype or ("float16" if model.dtype is torch.float16 else "bfloat16"),
@@ -94,7 +96,7 @@ class StrataLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, cache: "StrataCache") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
         self._cache = cache
 
@@ -137,10 +139,13 @@ class StrataCache(Cache):
         self._step: Step | None = None
         self._rows: Tensor | None = None
         self._store_layer = {i: types[:i].count("full_attention") for i, t in enumerate(types) if t == "full_attention"}
-        super().__init__(layers=[StrataLayer(self) if t == "full_attention" else DynamicSlidingWindowLayer(config.sliding_window) for t in types])  # fmt: skip
-        for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.activate_past_recording()
+        layers: list[Any] = [
+            StrataLayer(self) if t == "full_attention" else DynamicSlidingWindowLayer(config.sliding_window) for t in types
+        ]
+        super().__init__(layers=layers)
+        self._sliding = {i: layer for i, layer in enumerate(layers) if isinstance(layer, DynamicSlidingWindowLayer)}
+        for layer in self._sliding.values():
+            layer.activate_past_recording()
 
     @property
     def padded_length(self) -> int:
@@ -155,7 +160,7 @@ class StrataCache(Cache):
     @property
     def sliding_bytes(self) -> int:
         """Bytes that sliding-window layers hold outside the store."""
-        return sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if isinstance(x, Tensor))
+        return sum(x.nbytes for layer in self._sliding.values() for x in (layer.keys, layer.values) if x is not None)
 
     def adopt(self, sequence_id: int) -> None:
         """Continue a sequence that is in the store already (a matched prefix, a fork). Only for an empty cache of one row."""
@@ -163,7 +168,7 @@ class StrataCache(Cache):
             raise ValueError(f"the cache already holds sequences {self.sequence_ids}; only an empty one can adopt")
         n = self.store.sequence(sequence_id).num_tokens
         if n and len(self._store_layer) != len(self.layers):
-            raise UnsupportedModel("sliding-window layers keep no reusable prefix; adopt an empty sequence")
+            raise UnsupportedModelError("sliding-window layers keep no reusable prefix; adopt an empty sequence")
         self.sequence_ids = [sequence_id]
         self._mask = torch.ones(1, n, dtype=torch.bool)
 
@@ -206,24 +211,25 @@ class StrataCache(Cache):
         if mask is None:
             return torch.ones(batch, length, dtype=torch.bool)
         if mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] not in (length, self.padded_length + length):
-            raise ValueError(f"attention_mask of shape {tuple(mask.shape)}; accepted: [{batch}, {self.padded_length + length}] or [{batch}, {length}]")  # fmt: skip
+            accepted = f"[{batch}, {self.padded_length + length}] or [{batch}, {length}]"
+            raise ValueError(f"attention_mask has shape {list(mask.shape)}; accepted: {accepted}")
         mask = mask.bool().cpu()
         if self._mask is not None and mask.shape[1] > length and not torch.equal(mask[:, :-length], self._mask):
-            raise ValueError("attention_mask hides or shows tokens that were stored otherwise; it must continue the mask of the earlier passes")
+            raise ValueError("attention_mask hides or shows tokens that were stored otherwise; it must continue that of earlier passes")
         return mask[:, -length:]
 
     def attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [B, Hq, T, D], k, v [B, H, T, D] of the chunk -> out [B, T, Hq, D]; rows of padding are 0."""
         if self._step is None:
-            raise RuntimeError("no forward pass is open: the model must be called with input_ids or inputs_embeds by keyword, and this cache")
+            raise RuntimeError("no forward pass is open: call the attached model itself, not a part of it, and give it this cache")
         b, hq, t, d = q.shape
-        packed = [x.transpose(1, 2).reshape(b * t, -1, d) for x in (q, k, v)]
+        q, k, v = (x.transpose(1, 2).reshape(b * t, -1, d) for x in (q, k, v))
         rows = self._rows
         if not self._all_rows:
-            packed = [x[rows] for x in packed]
+            q, k, v = q[rows], k[rows], v[rows]
         layer = self._store_layer[layer_idx]
-        out = attend(self.store, self._step, layer, *packed, scale)
-        self._step.write(layer, packed[1], packed[2])
+        out = attend(self.store, self._step, layer, q, k, v, scale)
+        self._step.write(layer, k, v)
         if not self._all_rows:
             full = out.new_zeros(b * t, hq, d)
             full[rows] = out
@@ -237,7 +243,7 @@ class StrataCache(Cache):
         end = self._mask.shape[1]
         q_pos = torch.arange(end - t, end, device=q.device)[:, None]
         k_pos = torch.arange(end - s, end, device=q.device)[None, :]
-        seen = (k_pos <= q_pos) & (q_pos - k_pos < self.layers[layer_idx].sliding_window)
+        seen = (k_pos <= q_pos) & (q_pos - k_pos < self._sliding[layer_idx].sliding_window)
         seen = seen & self._mask[:, None, None, end - s :].to(q.device)
         # a query of padding sees itself: a row without keys would be NaN
         seen = seen | (k_pos == q_pos)
@@ -248,9 +254,8 @@ class StrataCache(Cache):
         if self._step is not None:
             step, self._step = self._step, None
             step.commit()
-            for layer in self.layers:
-                if isinstance(layer, DynamicSlidingWindowLayer):
-                    layer.crop(0)
+            for layer in self._sliding.values():
+                layer.crop(0)
 
     def abort(self) -> None:
         """Undo a forward pass that did not end."""
@@ -258,11 +263,10 @@ class StrataCache(Cache):
             return
         step, self._step = self._step, None
         step.abort()
-        for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
-                surplus = layer.cumulative_length - (0 if self._before is None else self._before.shape[1])
-                if surplus:
-                    layer.crop(-surplus)
+        for layer in self._sliding.values():
+            surplus = layer.cumulative_length - (0 if self._before is None else self._before.shape[1])
+            if surplus:
+                layer.crop(-surplus)
         for i in self._added:
             self.store.release(i)
         self.sequence_ids = [] if self._added else self.sequence_ids
@@ -278,9 +282,8 @@ class StrataCache(Cache):
             raise ValueError(f"cannot crop a cache of {length} positions by {tokens}; accepted: {-length} to {length}")
         if keep == length or self._mask is None:
             return
-        for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.crop(keep - length)
+        for layer in self._sliding.values():
+            layer.crop(keep - length)
         for i, row in zip(self.sequence_ids, self._mask[:, :keep], strict=True):
             self.store.crop(i, int(row.sum()))
         self._mask = self._mask[:, :keep]
@@ -291,30 +294,31 @@ class StrataCache(Cache):
         for i in self.sequence_ids:
             self.store.release(i)
         self.sequence_ids, self._mask = [], None
-        for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.reset()
-                layer.cumulative_length = 0
+        for layer in self._sliding.values():
+            layer.reset()
+            layer.cumulative_length = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise UnsupportedModel("beam search is not supported; use greedy decoding or sampling")
+        raise UnsupportedModelError("beam search is not supported; use greedy decoding or sampling")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        raise UnsupportedModel("repeating rows of a cache is not supported; fork the sequence in the store")
+        raise UnsupportedModelError("repeating rows of a cache is not supported; fork the sequence in the store")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        raise UnsupportedModel("selecting rows of a cache is not supported; release the sequence in the store")
+        raise UnsupportedModelError("selecting rows of a cache is not supported; release the sequence in the store")
 
 
 @contextlib.contextmanager
-def attached(model: PreTrainedModel, store: Store, planner: Planner | None = None, *, cache: StrataCache | None = None) -> Iterator[StrataCache]:  # fmt: skip
+def attached(
+    model: PreTrainedModel, store: Store, planner: Planner | None = None, *, cache: StrataCache | None = None
+) -> Iterator[StrataCache]:
     """Attach a store to a model; yields the cache to pass to its forward passes. Detaching leaves the model as it was.
 
     cache: continue with this one, made by an earlier `StrataCache(model, store)`, and keep what it holds at the end. Without it a new
     cache is made, and its sequences are released at the end.
     planner: called for each sequence before a forward pass in which it takes a new page or settles one.
 
-    Raises UnsupportedModel for a family, layer type or head_dim that is not supported, ValueError where the store's geometry is not
+    Raises UnsupportedModelError for a family, layer type or head_dim that is not supported, ValueError where the store's geometry is not
     the model's or the model is attached already.
     """
     config = _text_config(model)
@@ -324,32 +328,36 @@ def attached(model: PreTrainedModel, store: Store, planner: Planner | None = Non
             raise ValueError(f"the store has {name} {getattr(store.config, name)}, the model {getattr(expected, name)}")
     if str(config._attn_implementation).startswith("kvstrata"):
         raise ValueError("a store is attached to this model already; detach it first")
-    kept, cache = cache is not None, cache or StrataCache(model, store, planner)
-    if cache.store is not store:
+    strata = StrataCache(model, store, planner) if cache is None else cache
+    if strata.store is not store:
         raise ValueError("the cache belongs to another store")
     name = f"kvstrata_{next(_names)}"
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if kwargs.get("softcap") is not None:
-            raise UnsupportedModel("attention with a soft cap is not supported")
-        if cache.is_sliding[module.layer_idx]:
-            return cache.sliding_attention(module.layer_idx, query, key, value, scale), None
-        return cache.attention(module.layer_idx, query, key, value, scale), None
+            raise UnsupportedModelError("attention with a soft cap is not supported")
+        if strata.is_sliding[module.layer_idx]:
+            return strata.sliding_attention(module.layer_idx, query, key, value, scale), None
+        return strata.attention(module.layer_idx, query, key, value, scale), None
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs.get("cache", kwargs.get("past_key_values"))
-        if given is not cache:
+        if given is not strata:
             raise ValueError(f"the model is attached to a store: pass its cache as {cache_keyword(model)}=, got {type(given).__name__}")
         ids, embeds = args[0] if args else kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        shape = ids.shape if ids is not None else embeds.shape[:2]
-        cache.begin(ids, (shape[0], shape[1]), kwargs.get("attention_mask"))
+        chunk = ids if ids is not None else embeds
+        if chunk is None:
+            raise ValueError("the model was called without input_ids and without inputs_embeds")
+        strata.begin(ids, (chunk.shape[0], chunk.shape[1]), kwargs.get("attention_mask"))
 
     def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if output is None:
-            cache.abort()
+            strata.abort()
         else:
-            cache.commit()
+            strata.commit()
 
     previous = config._attn_implementation
     AttentionInterface.register(name, attention)
@@ -359,12 +367,12 @@ def attached(model: PreTrainedModel, store: Store, planner: Planner | None = Non
     ]
     try:
         config._attn_implementation = name
-        yield cache
+        yield strata
     finally:
         for hook in hooks:
             hook.remove()
         config._attn_implementation = previous
-        cache.abort()
-        if not kept:
-            cache.reset()
+        strata.abort()
+        if cache is None:
+            strata.reset()
         AttentionInterface._global_mapping.pop(name, None)

@@ -40,7 +40,9 @@ def decode_ref(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dens
     return out[:, 0].to(q.dtype), lse[:, 0]
 
 
-def tiles(segment: Segment, arena: Tensor, head_dim: int, dense_dtype: torch.dtype, decode_pages: DecodePages) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:  # fmt: skip
+def tiles(
+    segment: Segment, arena: Tensor, head_dim: int, dense_dtype: torch.dtype, decode_pages: DecodePages
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
     """Pages in floating point, a tile of one sequence at a time: (b, k [P, H, 32, D], v [P, H, 32, D], live bool [P, H, 32] or None).
 
     The planes codec's channels are in word order: unpacked, not moved.

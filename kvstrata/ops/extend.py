@@ -1,5 +1,7 @@
 """Attention of a chunk of new tokens: over the stored pages and, causally, over the chunk itself. Knows nothing of stores."""
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -31,7 +33,7 @@ def extend_ref(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: Te
                dense_dtype: torch.dtype, rotated: bool = True, decode_pages: DecodePages = quant.decode) -> Tensor:  # fmt: skip
     """The mathematics of `extend`, on any device."""
     out = torch.empty_like(q)
-    for b, (start, end) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
+    for b, (start, end) in enumerate(itertools.pairwise(cu_seqlens)):
         if start == end:
             continue
         chunk = slice(start, end)

@@ -169,8 +169,9 @@ def _planes_of(tier: Tier) -> tuple[list[int], list[int]]:
 def _steps(planes: list[Tensor]) -> Tensor:
     """Plane words [P, H, 32, C] each -> steps from lo, float32 [P, H, 32, C, 8] (word order)."""
     n = len(planes)
-    tables = [frame.table(frame.BASE_BITS, 4.0, 1.5 if n == 1 else 0.0 if n == 2 else -7.5 / 16)]
-    tables += [frame.table(frame.REFINE_BITS, 1.0, 0.0), frame.table(frame.BASE_BITS, 0.25, 0.0), frame.table(frame.REFINE_BITS, 0.0625, 0.0)]  # fmt: skip
+    base, refine = frame.BASE_BITS, frame.REFINE_BITS
+    tables = [frame.table(base, 4.0, 1.5 if n == 1 else 0.0 if n == 2 else -7.5 / 16)]
+    tables += [frame.table(refine, 1.0, 0.0), frame.table(base, 0.25, 0.0), frame.table(refine, 0.0625, 0.0)]
     out = embedding(planes[0], tables[0].to(planes[0].device))
     for words, values in zip(planes[1:], tables[1:], strict=False):
         out += embedding(words, values.to(words.device))

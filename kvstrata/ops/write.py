@@ -8,7 +8,6 @@ from torch import Tensor
 from kvstrata.ops import backend, dense, quant
 from kvstrata.types import Tier
 
-
 EncodePages = Callable[[Tensor, Tensor, Tier], Tensor]
 """Codec: (k, v [P, 32, H, D], tier) -> uint8 [P, n, H, FB]."""
 

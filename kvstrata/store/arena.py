@@ -10,7 +10,7 @@ DEAD_SLOT = 0
 """The frame that is never handed out."""
 
 
-class OutOfFrames(RuntimeError):
+class OutOfFramesError(RuntimeError):
     """The arena cannot give the frames asked for. asked, free: frames; holders: frames held, by holder, largest first."""
 
     def __init__(self, asked: int, free: int, holders: dict[str, int]) -> None:
@@ -42,9 +42,9 @@ class Arena:
         return self.num_frames - 1 - len(self._free)
 
     def allocate(self, n: int) -> list[int]:
-        """`n` frames with a reference each. Raises OutOfFrames, with no holders named, and changes nothing where too few are free."""
+        """`n` frames with a reference each. Raises OutOfFramesError, with no holders named, and changes nothing where too few are free."""
         if n > len(self._free):
-            raise OutOfFrames(n, len(self._free), {})
+            raise OutOfFramesError(n, len(self._free), {})
         if n == 0:
             return []
         ids = self._free[-n:][::-1]
@@ -74,7 +74,8 @@ class Arena:
 
     def check_integrity(self, references: np.ndarray) -> None:
         """`references[i]`: references to frame i that the owners know of. Raises AssertionError where the books disagree."""
-        assert self.ref_counts[DEAD_SLOT] == 0 and DEAD_SLOT not in self._free, "the dead slot was handed out"
+        assert self.ref_counts[DEAD_SLOT] == 0, "the dead slot was handed out"
+        assert DEAD_SLOT not in self._free, "the dead slot is free"
         wrong = np.nonzero(self.ref_counts != references)[0]
         assert not len(wrong), f"frame {wrong[0]}: {self.ref_counts[wrong[0]]} references counted, {references[wrong[0]]} held"
         assert len(set(self._free)) == len(self._free), "a frame is free twice"

@@ -35,7 +35,6 @@ class Sequence:
     salt: bytes = b""
     """Distinguishes what was computed after an eviction; empty before the first."""
     shareable: bool = True
-    reused_tokens: int = 0
     version: int = 0
     """Changes whenever a settled page does."""
 

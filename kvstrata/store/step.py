@@ -229,4 +229,3 @@ class Step:
             self.open = False
             self._store.arena.release(self._new)
             self._store.step_ended(self)
-

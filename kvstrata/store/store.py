@@ -1,5 +1,6 @@
 """The store: sequences of pages in one arena, shared by prefix. Knows nothing of models, tags or policies."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 from kvstrata.config import StoreConfig
 from kvstrata.ops import dense
 from kvstrata.ops.write import read_dense
-from kvstrata.store.arena import Arena, OutOfFrames
+from kvstrata.store.arena import Arena, OutOfFramesError
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Page, Sequence
 from kvstrata.store.prefix import PrefixIndex, page_key
@@ -21,7 +22,7 @@ from kvstrata.types import PAGE_SIZE, Plan, Tier
 class Store:
     """Sequences, by id. At most one step is open at a time; a step that fails leaves everything as it was.
 
-    Every method that names a sequence raises ValueError for an unknown one; every method that needs frames raises OutOfFrames
+    Every method that names a sequence raises ValueError for an unknown one; every method that needs frames raises OutOfFramesError
     where the arena, without what only the prefix index holds, cannot give them.
     """
 
@@ -57,7 +58,7 @@ class Store:
     def fork(self, sequence_id: int) -> int:
         """A copy that shares every frame; whoever appends to a shared page copies it first."""
         s = self.sequence(sequence_id)
-        twin = Sequence(next(self._ids), list(s.token_ids), list(s.pages), s.settled, s.plan, list(s.keys), s.salt, s.shareable, s.num_tokens)  # fmt: skip
+        twin = dataclasses.replace(s, id=next(self._ids), token_ids=list(s.token_ids), pages=list(s.pages), keys=list(s.keys))
         for page in s.pages:
             self.arena.retain(page.frames)
         self._sequences[twin.id] = twin
@@ -89,7 +90,7 @@ class Store:
             self.arena.retain(page.frames)
         s.pages, s.keys, s.settled = list(found), keys[: len(found)], len(found)
         s.token_ids = token_ids[: len(found) * PAGE_SIZE]
-        s.reused_tokens, s.version = s.num_tokens, s.version + 1
+        s.version += 1
         return s.num_tokens
 
     @property
@@ -108,7 +109,7 @@ class Store:
         """Reserve what a forward pass over `token_ids[i]`, appended to sequence `sequence_ids[i]`, will write.
 
         shareable: whether token ids identify the tokens (False for embeddings): other sequences may reuse the pages then.
-        Raises ValueError for a sequence named twice or an open step, OutOfFrames before anything is written.
+        Raises ValueError for a sequence named twice or an open step, OutOfFramesError before anything is written.
         """
         if self._step is not None:
             raise ValueError("a step is open; commit or abort it first")
@@ -125,12 +126,12 @@ class Store:
         self._step = None
 
     def allocate(self, n: int) -> list[int]:
-        """Frames for a sequence, at the cost of pages that only the prefix index holds. Raises OutOfFrames, naming the holders."""
+        """Frames for a sequence, at the cost of pages that only the prefix index holds. Raises OutOfFramesError, naming the holders."""
         short = n - self.arena.free
         if short > 0:
             self.prefix.evict(short)
         if n > self.arena.free:
-            raise OutOfFrames(n, self.arena.free, self.holders())
+            raise OutOfFramesError(n, self.arena.free, self.holders())
         return self.arena.allocate(n)
 
     def publish(self, s: Sequence, first: int) -> None:
@@ -260,4 +261,4 @@ class Store:
         self.arena.check_integrity(references)
         for s in self.sequences:
             assert len(s.pages) == -(-s.num_tokens // PAGE_SIZE), f"sequence {s.id}: {len(s.pages)} pages for {s.num_tokens} tokens"
-            assert s.settled <= len(s.pages) and len(s.keys) <= s.settled, f"sequence {s.id}: settled {s.settled}, keys {len(s.keys)}"
+            assert len(s.keys) <= s.settled <= len(s.pages), f"sequence {s.id}: settled {s.settled}, keys {len(s.keys)}"

@@ -59,5 +59,5 @@ class TableBuilder:
                 frames[b, : counts[b]] = r[tier][0]
                 live[b, : counts[b], 0] = r[tier][1]
         all_live = all((r[1].view(np.uint32) == FULL).all() for r in present)
-        to = self._device
-        return Segment(tier, torch.from_numpy(frames).to(to), torch.from_numpy(counts).to(to), None if all_live else torch.from_numpy(live).to(to))  # fmt: skip
+        masks = None if all_live else torch.from_numpy(live).to(self._device)
+        return Segment(tier, torch.from_numpy(frames).to(self._device), torch.from_numpy(counts).to(self._device), masks)

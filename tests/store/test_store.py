@@ -1,5 +1,7 @@
 """The store against a plain reference: every token's K and V, kept in a list."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -8,15 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstrata.config import StoreConfig
 from kvstrata.ops import quant
-from kvstrata.store.arena import OutOfFrames
+from kvstrata.store.arena import OutOfFramesError
 from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Plan, Tier
 
 L, H, D = 2, 2, 64
 
 
-def make_store(num_frames: int = 2000, **settings_: object) -> Store:
-    store = Store(StoreConfig(**{"num_layers": L, "num_kv_heads": H, "head_dim": D, "num_frames": num_frames, "dense_dtype": "float32"} | settings_))  # type: ignore[arg-type]
+def make_store(num_frames: int = 2000, **settings_: Any) -> Store:
+    values = {"num_layers": L, "num_kv_heads": H, "head_dim": D, "num_frames": num_frames, "dense_dtype": "float32"} | settings_
+    store = Store(StoreConfig.from_dict(values))
     # what was never written must never be read
     store.arena.buffer.fill_(0xFF)
     store.arena.buffer[:, 0] = 0
@@ -155,7 +158,7 @@ def test_out_of_frames_says_who_holds_them_and_changes_nothing() -> None:
     a, b = store.add_sequence(Plan((), Tier.INT4)), store.add_sequence(Plan((), Tier.INT4))
     feed(store, [a], [list(range(100))])
     before = store.sequence(a).token_ids[:]
-    with pytest.raises(OutOfFrames, match=r"asked for 27 frames, \d+ are free; held by: sequence 1 \(100 tokens\) 108") as error:
+    with pytest.raises(OutOfFramesError, match=r"asked for 27 frames, \d+ are free; held by: sequence 1 \(100 tokens\) 108") as error:
         store.begin([a, b], [[1], list(range(64))])
     assert error.value.asked == 27 and error.value.free == 13 and error.value.holders == {"sequence 1 (100 tokens)": 108}
     store.check_integrity()
@@ -345,15 +348,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.next += fresh
         try:
             feed(self.store, [i], [list(range(start, start + n))], commit=commit)
-        except OutOfFrames as error:
+        except OutOfFramesError as error:
             assert error.asked > error.free
 
     @precondition(lambda self: self.ids())
-    @rule(data=st.data(), tier=st.sampled_from([Tier.INT2, Tier.INT3, Tier.INT4, Tier.BF16]), first=st.sampled_from([Tier.EVICTED, Tier.INT2, Tier.BF16]), dead=st.dictionaries(st.integers(0, 6), st.integers(0, 2**32 - 1), max_size=2))  # fmt: skip
+    @rule(
+        data=st.data(),
+        tier=st.sampled_from([Tier.INT2, Tier.INT3, Tier.INT4, Tier.BF16]),
+        first=st.sampled_from([Tier.EVICTED, Tier.INT2, Tier.BF16]),
+        dead=st.dictionaries(st.integers(0, 6), st.integers(0, 2**32 - 1), max_size=2),
+    )
     def plan(self, data: st.DataObject, tier: Tier, first: Tier, dead: dict[int, int]) -> None:
         try:
             self.store.set_plan(data.draw(st.sampled_from(self.ids())), Plan((first,), tier, dead))
-        except OutOfFrames as error:
+        except OutOfFramesError as error:
             assert error.asked > error.free
 
     @precondition(lambda self: self.ids())
@@ -363,7 +371,7 @@ class StoreMachine(RuleBasedStateMachine):
         s = self.store.sequence(i)
         try:
             self.store.crop(i, int(keep * s.num_tokens) // PAGE_SIZE * PAGE_SIZE)
-        except OutOfFrames as error:
+        except OutOfFramesError as error:
             assert error.asked > error.free
 
     @precondition(lambda self: 0 < len(self.ids()) < 4)
