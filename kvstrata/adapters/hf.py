@@ -32,6 +32,9 @@ Planner = Callable[[list[int]], Plan]
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 """Values of config.model_type that are tested (SmolLM2 is a llama)."""
 
+SLIDING_ROLLBACK = 64
+"""Positions that sliding-window layers keep behind their window, so that the newest ones can be cropped."""
+
 _names = itertools.count()
 
 
@@ -255,7 +258,8 @@ class StrataCache(Cache):
             step, self._step = self._step, None
             step.commit()
             for layer in self._sliding.values():
-                layer.crop(0)
+                kept = layer.sliding_window - 1 + SLIDING_ROLLBACK
+                layer.keys, layer.values = layer.keys[:, :, -kept:], layer.values[:, :, -kept:]
 
     def abort(self) -> None:
         """Undo a forward pass that did not end."""
@@ -282,6 +286,11 @@ class StrataCache(Cache):
             raise ValueError(f"cannot crop a cache of {length} positions by {tokens}; accepted: {-length} to {length}")
         if keep == length or self._mask is None:
             return
+        for layer in self._sliding.values():
+            if layer.keys.shape[2] - (length - keep) < min(layer.sliding_window - 1, keep):
+                raise ValueError(
+                    f"cannot crop {length - keep} positions: sliding-window layers keep {SLIDING_ROLLBACK} behind their window"
+                )
         for layer in self._sliding.values():
             layer.crop(keep - length)
         for i, row in zip(self.sequence_ids, self._mask[:, :keep], strict=True):
