@@ -83,7 +83,9 @@ def _regex(mark: Mark, capture: bool) -> str:
 
 class Automaton:
     def __init__(self, marks: Sequence[Mark]) -> None:
-        unique = {(m.source, m.text): m for m in reversed(marks) if m.text.strip(WHITESPACE + HOLE)}
+        # where a template gives a result the envelope of a user's message, what follows a call is the result
+        ranked = sorted(marks, key=lambda m: (m.target is State.OBS and m.source in (State.CALL, State.OBS), m.target is not State.GAP))
+        unique = {(m.source, m.text): m for m in ranked if m.text.strip(WHITESPACE + HOLE)}
         self.marks: dict[State, list[Mark]] = {state: [] for state in State}
         # the longest first, so that a call's opening is preferred to the bare header that begins it
         for mark in sorted(unique.values(), key=lambda m: (-len(m.text), m.text)):

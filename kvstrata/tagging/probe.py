@@ -41,13 +41,11 @@ class Probe:
         self.messages.append({"role": role, "content": self.new(state)})
         return self
 
-    def answer(self, text: bool = True, thought: str = "", calls: int = 0, shape: int = 0) -> "Probe":
-        """An assistant message. thought: "" none, "field" as reasoning_content, "inline" inside the content."""
+    def answer(self, text: bool = True, thought: bool = False, calls: int = 0, shape: int = 0) -> "Probe":
+        """An assistant message: its thought under the names that templates know, its text, its calls."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
-        if thought == "field":
+        if thought:
             message["reasoning_content"] = message["reasoning"] = message["thinking"] = self.new(State.REASONING)
-        elif thought == "inline":
-            message["content"] = f"<think>\n{self.new(State.REASONING)}\n</think>\n\n"
         if text:
             message["content"] += self.new(State.ASSISTANT)
         if calls:
@@ -120,7 +118,7 @@ def probes() -> Iterator[Probe]:
         yield start().say("user", user).answer().say("user", user).answer().say("user", user)
         if shapes not in ((), (0,)):
             continue
-        for thought in ("", "field", "inline"):
+        for thought in (False, True):
             yield start().say("user", user).answer(thought=thought).say("user", user).answer(thought=thought)
             for text, shape in ((False, 0), (True, 1)):
                 probe = start().say("user", user).answer(text, thought, 1, shape)
@@ -131,5 +129,5 @@ def probes() -> Iterator[Probe]:
             yield start().say("user", user).answer(False, thought, 2).results().answer(thought=thought).say("user", user)
     yield Probe().say("user", user).say("user", user).answer()
     yield Probe().say("user", user).say("system", inst).answer().say("system", inst).say("user", user)
-    yield Probe().say("user", user).answer(False, "", 1).results().say("user", user)
+    yield Probe().say("user", user).answer(False, False, 1).results().say("user", user)
     yield Probe().say("system", inst).answer().say("user", user)

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from kvstrata.tagging.automaton import WHITESPACE, Mark, is_special
 from kvstrata.tagging.probe import Piece, Probe, Render, probes
@@ -49,13 +50,18 @@ def learn(render: Render, units: Callable[[str], str]) -> Skeleton:
             kept = [t[: min(t.index(tag) for tag in thinks if tag in t)] if any(tag in t for tag in thinks) else t for t in texts]
             texts.clear()
             texts.update(dict.fromkeys(kept))
-    envelopes = dict.fromkeys(min(texts, key=len) for pair, texts in literals.items() if _is_plain(*pair))
+    for source in State:
+        # what opens an answer by itself is no end, though it is all that stands after the last message
+        answers = literals.get((source, State.ASSISTANT), {})
+        for text in [t for t in literals.get((source, State.GAP), {}) if t in answers]:
+            del literals[source, State.GAP][text]
+    envelopes = dict.fromkeys(min(texts, key=len) for pair, texts in literals.items() if texts and _is_plain(*pair))
     label = _Labeller(tuple(envelopes))
-    marks = [mark for pair, texts in literals.items() for mark in _marks(*pair, texts, label, thinks)]
+    marks = [mark for pair in literals for mark in _marks(*pair, literals, label, thinks)]
     if not any(mark.source is State.SCHEMA and mark.parts[0][1] is Role.INST for mark in marks):
         # a schema that ends like any instruction is one
         marks = [mark for mark in marks if mark.source not in _INST or mark.target is not State.SCHEMA]
-    marks = _inner(marks, thinks, units) + marks
+    marks = _shared(marks) + _inner(marks, thinks, units) + marks
     merged = any(not text.strip(WHITESPACE) for text in literals.get((State.INST, State.USER), ()))
     return Skeleton(tuple(_split_footers(marks)), merged, _roles(render))
 
@@ -84,7 +90,7 @@ def _literals(render: Render, units: Callable[[str], str]) -> Literals:
             if piece.message - last.message <= 1 or {piece.state, last.state} & {*_INST}:
                 seen[last.state, piece.state][piece.before] = None
             last = piece
-        if last.message == len(probe.messages) - 1 and rest not in seen[last.state, State.GAP]:
+        if last.message == len(probe.messages) - 1:
             seen[last.state, State.ASSISTANT if prompt else State.GAP][rest] = None
     return seen
 
@@ -137,8 +143,10 @@ class _Labeller:
         return next((ROLES[s] for s in states), Role.DELIM)
 
 
-def _marks(source: State, target: State, texts: Iterable[str], label: _Labeller, thinks: tuple[str, ...]) -> list[Mark]:
+def _marks(source: State, target: State, literals: Literals, label: _Labeller, thinks: tuple[str, ...]) -> list[Mark]:
     guard = ""
+    texts: Iterable[str] = literals[source, target]
+    others = [t for (s, other), found in literals.items() if s is source and other not in (target, State.GAP) for t in found]
     if target is State.SCHEMA:
         # the preamble is the mark, not the JSON, whose shape varies
         texts = [re.sub(r"[ \n\t\r\[]*\{.*\Z", "", text, flags=re.DOTALL) for text in texts]
@@ -149,8 +157,6 @@ def _marks(source: State, target: State, texts: Iterable[str], label: _Labeller,
     marks = []
     for text in dict.fromkeys(texts):
         parts = label.parts(source, target, text)
-        if source is target and all(role is not Role.DELIM for _, role in parts):
-            continue
         if len(parts) > 1 and parts[0][1] is ROLES[source]:
             # what stands before the first delimiter varies with the content, and in the source's state it has its role anyway
             parts = parts[1:]
@@ -159,11 +165,16 @@ def _marks(source: State, target: State, texts: Iterable[str], label: _Labeller,
         if target in (State.CALL, State.REASONING, State.OBS) and role is ROLES[target] and tag and (len(parts) > 1 or source in _PLAIN):
             if target is not State.REASONING and tag[0].strip(WHITESPACE) in thinks:
                 continue
-            parts[-1] = (tag[0], role)
+            # the tag alone is enough, and robust, unless something else begins with it too
+            opening = text[: len(text) - len(last) + tag.end()]
+            if not any(other.startswith(opening) for other in others):
+                parts[-1] = (tag[0], role)
         if source is State.REASONING and len(parts) == 1 and target is State.CALL:
             # the thought's end, then the call's beginning: two marks
             continue
         bare_mark = all(role is not Role.DELIM for _, role in parts)
+        if bare_mark and target is State.GAP:
+            continue
         sources = _INST if source in _INST and not bare_mark else (State.START, State.INST) if source is State.START else (source,)
         marks += [Mark(s, target, tuple(parts), guard=guard if bare_mark else "") for s in sources]
     return marks
@@ -174,6 +185,15 @@ def _common_suffix(a: str, b: str) -> str:
     while n < min(len(a), len(b)) and a[-1 - n] == b[-1 - n]:
         n += 1
     return a[len(a) - n :]
+
+
+def _shared(marks: list[Mark]) -> list[Mark]:
+    """What ends an answer ends it too in the middle of a thought or a call, and the other way round."""
+    inside = (State.ASSISTANT, State.REASONING, State.CALL)
+    ends = [mark for mark in marks if mark.source in inside and mark.parts[0][1] is Role.DELIM]
+    # an answer's own ends come last: where two marks have one text, the later one counts
+    ends.sort(key=lambda mark: inside[::-1].index(mark.source))
+    return [Mark(state, mark.target, mark.parts) for state in inside for mark in ends if mark.source is not state]
 
 
 def _inner(marks: list[Mark], thinks: tuple[str, ...], units: Callable[[str], str]) -> list[Mark]:
@@ -213,17 +233,24 @@ def _split_footers(marks: list[Mark]) -> list[Mark]:
     return out
 
 
+def _shows(render: Render, messages: list[dict[str, Any]]) -> bool:
+    probe = Probe()
+    probe.tool(0)
+    for tools in (None, probe.tools):
+        try:
+            if "q7Zy0000k" in render(messages, tools):
+                return True
+        except Exception:  # noqa: BLE001  as above
+            continue
+    return False
+
+
 def _roles(render: Render) -> tuple[str, ...]:
     """Which of the usual message roles the template renders somewhere."""
     out = []
     for role in ROLE_NAMES:
-        for probe in (Probe(), Probe().say("user", State.USER), Probe().say("user", State.USER).answer(False, "", 1)):
-            probe.messages.append({"role": role, "content": "q7Zy0000k", "name": "q7Zz0000k", "tool_call_id": "q7Zz0001k"})
-            try:
-                known = "q7Zy0000k" in render(probe.messages, None)
-            except Exception:  # noqa: BLE001  as above
-                known = False
-            if known:
-                out.append(role)
-                break
+        message = {"role": role, "content": "q7Zy0000k", "name": "q7Zz0000k", "tool_call_id": "q7Zz0001k"}
+        user, call = Probe().say("user", State.USER).messages, Probe().say("user", State.USER).answer(False, False, 1).messages
+        if any(_shows(render, [*before, message, *after]) for before in ([], user, call) for after in ([], user)):
+            out.append(role)
     return tuple(out)

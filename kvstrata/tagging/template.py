@@ -119,7 +119,7 @@ def tag_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequ
     tools = list(tools) if tools else None
     try:
         text = tokenizer.apply_chat_template(list(messages), tools=tools, **kwargs)
-    except TemplateError as error:
+    except (TemplateError, TypeError, LookupError, AttributeError, ValueError) as error:
         raise ValueError(f"the chat template refuses this conversation: {error}") from error
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     pins = _pins(tokenizer, messages, tools, kwargs, text, learned)
@@ -174,7 +174,7 @@ def _pins(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, kwargs
             wrapped.append(message)
     try:
         marked = tokenizer.apply_chat_template(wrapped, tools=tools, **kwargs)
-    except TemplateError:
+    except (TemplateError, TypeError, LookupError, AttributeError, ValueError):
         return []
     if _MARKER.sub("", marked) != text:
         return []

@@ -76,7 +76,7 @@ class Vocabulary:
     def text(self, units: str) -> str:
         """Inverse of `units`, for messages to people."""
         names = {char: content for content, char in self._char.items()}
-        pieces = (names[c].encode() if ord(c) >= SPECIAL else c.encode("latin-1") for c in units)
+        pieces = (names[c].encode() if ord(c) >= SPECIAL else c.encode("latin-1", "replace") for c in units)
         return b"".join(pieces).decode("utf-8", "replace")
 
     def check(self, token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -30,7 +30,8 @@ def test_page_tags_count_every_token_once():
     counts = page_tags(tags)
     assert counts.shape == (3, NUM_TAGS)
     assert counts.sum(1).tolist() == [32, 32, 6]
-    assert counts[0, tags.code[0]] == 10 and counts[0, tags.code[10]] == 22
+    assert counts[0, tags.code[0]] == 10
+    assert counts[0, tags.code[10]] == 22
     assert page_tags(tags_by_token((), 0)).shape == (0, NUM_TAGS)
 
 
