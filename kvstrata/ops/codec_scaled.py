@@ -14,6 +14,7 @@ from kvstrata.types import PAGE_SIZE, Tier
 
 SMALLEST = torch.finfo(torch.float32).tiny
 """What a tile of zeros gets for a scale, and the least that a tile of denormal numbers gets."""
+_LARGEST = torch.finfo(torch.float32).max
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -94,7 +95,10 @@ class HyQuant(PackedCodec):
         form, out = self._format(tier), []
         for packed, scales in ((runs[0], runs[2]), (runs[1], runs[3])):
             x = form.values(unpack_bits(packed, form.bits)).unflatten(-1, (PAGE_SIZE, head_dim))
-            out.append(x if self.scale_dims is None else x * scales.view(torch.float32)[..., None])
+            if self.scale_dims is not None:
+                # the largest float, divided and multiplied again, may round to infinity
+                x = (x * scales.view(torch.float32)[..., None]).clamp(-_LARGEST, _LARGEST)
+            out.append(x)
         return out[0], out[1]
 
 

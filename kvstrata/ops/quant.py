@@ -7,8 +7,9 @@ A group's 4-bit code is q = round((x - lo) / s). Its base plane holds the high t
     with the residual lo + s * (q + (r - 7.5) / 16)   r: 4 more bits inside the cell (INT8)
 
 K's groups are one channel x the page's 32 tokens, V's one token x all channels of a head after a Hadamard rotation. `s` is an
-unsigned float of 4 exponent and 4 mantissa bits, rounded up; `lo` is a signed float of 4 exponent and 3 mantissa bits in units
-of s, rounded down; both so that the group's range is covered. Knows nothing of pages' owners or of where frames lie.
+unsigned float of 4 exponent and 4 mantissa bits, `lo` a signed float of 3 exponent and 4 mantissa bits in units of s. The codes
+cover [lo - s/2, lo + 15.5 s], 16 steps, for that is what rounds to them and what the base plane's cells span: `s` is the smallest
+for which a group lies inside, so no element is off by more than s/2 at 4 bits. Knows nothing of pages' owners or of where frames lie.
 """
 
 import functools
@@ -23,8 +24,10 @@ from kvstrata.types import PAGE_SIZE, Tier
 
 K_UNIT, V_UNIT = 64.0, 8.0
 """What the stored scale is multiplied by: the largest scale is 124 (K) or 15.5 (V), the smallest 2**-12 or 2**-15."""
-_OFFSET_UNIT = 2.0**13 / 2**4
-_MAX_OFFSET = 0x7F
+_LARGEST_SCALE = 1.9375
+_OFFSET_UNIT = 2.0**16
+_MAX_OFFSET = 496.0
+"""Largest offset, in steps; the smallest is 1/4."""
 
 
 class NonFiniteError(ValueError):
@@ -80,20 +83,19 @@ def _scale_value(byte: Tensor, unit: float) -> Tensor:
 
 def _scale_byte(s: Tensor, unit: float) -> Tensor:
     """Smallest code whose value is at least s (float32, >= 0)."""
-    byte = ((_bits16((s / unit).clamp(max=1.9375)) + 63) >> 6).clamp(1, 255)
+    byte = ((_bits16((s / unit).clamp(max=_LARGEST_SCALE)) + 63) >> 6).clamp(1, 255)
     return torch.where(_scale_value(byte, unit) < s, byte + 1, byte).clamp(max=255)
 
 
 def _offset_value(byte: Tensor) -> Tensor:
-    magnitude = ((byte & 0x7F) << 7).to(torch.int16).view(torch.float16).float() * _OFFSET_UNIT
+    magnitude = ((byte & 0x7F) << 6).to(torch.int16).view(torch.float16).float() * _OFFSET_UNIT
     return torch.where(byte >= 128, -magnitude, magnitude)
 
 
 def _offset_byte(z: Tensor) -> Tensor:
-    """Largest code whose value is at most z (float32)."""
-    limit = _offset_value(torch.tensor(_MAX_OFFSET)).item()
-    bits = _bits16((z.abs() / _OFFSET_UNIT).clamp(max=limit / _OFFSET_UNIT))
-    down, up = bits >> 7, ((bits + 127) >> 7).clamp(max=_MAX_OFFSET)
+    """Largest code whose value is at most z (float32, at least -_MAX_OFFSET)."""
+    bits = _bits16(z.abs().clamp(max=_MAX_OFFSET) / _OFFSET_UNIT)
+    down, up = bits >> 6, (bits + 63) >> 6
     negative = z < 0
     byte = torch.where(negative, up | 0x80, down)
     over = _offset_value(byte) > z
@@ -103,18 +105,17 @@ def _offset_byte(z: Tensor) -> Tensor:
 def _grid(x: Tensor, dim: int, unit: float) -> tuple[Tensor, Tensor, Tensor]:
     """Groups of x (float32) along dim -> scale byte, offset byte (dim kept, size 1), and (x - lo) / s."""
     lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    limit = _offset_value(torch.tensor(_MAX_OFFSET)).item()
-    need = torch.maximum((hi - lo) / 15, lo.abs() / limit)
-    s_byte = _scale_byte(need, unit)
+    # a group wider than the largest scale can cover saturates, keeping its signs
+    lo = torch.where(hi - lo > 16 * _LARGEST_SCALE * unit, lo.clamp(min=-8 * _LARGEST_SCALE * unit), lo)
+    s_byte = _scale_byte(torch.maximum((hi - lo) / 16, lo.abs() / _MAX_OFFSET), unit)
     # rounding the offset down uncovers the top of the range: widen the step until both ends are inside
     for _ in range(8):
         s = _scale_value(s_byte, unit)
-        z_byte = _offset_byte(lo / s)
-        top = (_offset_value(z_byte) + 15) * s
-        wider = torch.maximum(s_byte + 1, _scale_byte((hi - _offset_value(z_byte) * s) / 15, unit))
-        s_byte = torch.where(top < hi, wider, s_byte).clamp(max=255)
+        z = _offset_value(_offset_byte(lo / s + 0.5))
+        wider = torch.maximum(s_byte + 1, _scale_byte((hi - z * s) / 15.5, unit))
+        s_byte = torch.where((z + 15.5) * s < hi, wider, s_byte).clamp(max=255)
     s = _scale_value(s_byte, unit)
-    z_byte = _offset_byte(lo / s)
+    z_byte = _offset_byte(lo / s + 0.5)
     return s_byte, z_byte, x / s - _offset_value(z_byte)
 
 

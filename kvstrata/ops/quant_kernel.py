@@ -95,7 +95,7 @@ def scale_of(w, ASM: tl.constexpr):
 
 @triton.jit
 def offset_of(w, ASM: tl.constexpr):
-    """High byte of a metadata word: sign, 4 exponent and 3 mantissa bits, in units of OFFSET_UNIT steps."""
+    """High byte of a metadata word: sign, 3 exponent and 4 mantissa bits, in units of OFFSET_UNIT steps."""
     if ASM:
-        return tl.inline_asm_elementwise("{.reg .b32 t; shr.b32 t, $1, 1; and.b32 t, t, 0x3f803f80; lop3.b32 $0, $1, 0x80008000, t, 0xEA;}", "=r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
-    return (((w >> 1) & 0x3F80) | (w & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True)
+        return tl.inline_asm_elementwise("{.reg .b32 t, c; shr.b32 t, $1, 2; and.b32 t, t, 0x1fc01fc0; lop3.b32 t, $1, 0x80008000, t, 0xEA; mov.b32 c, 0x58005800; mul.f16x2 $0, t, c;}", "=r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
+    return (((w >> 2) & 0x1FC0) | (w & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True) * 128.0
