@@ -12,7 +12,13 @@ from kvstrata.eval.results import Result, Setting
 from kvstrata.eval.traces import Trace
 from kvstrata.types import Tier
 
-SETTINGS = (Setting("full"), Setting(tier=Tier.INT4), Setting(tier=Tier.INT3), Setting(tier=Tier.INT2), Setting("role"))
+SETTINGS = (
+    Setting("full", dense_dtype="bfloat16"),
+    Setting(tier=Tier.INT4),
+    Setting(tier=Tier.INT3),
+    Setting(tier=Tier.INT2),
+    Setting("role"),
+)
 
 
 def example() -> Path:

@@ -5,17 +5,19 @@ A conversation that cannot run is reported by name and the others go on. Knows n
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.eval.conversation import ask, render
 from kvstrata.eval.needles import Needle, facts, judge, plant
-from kvstrata.eval.protocols import Outcome, Reference, SessionLike, Task, make_task, run_reference, run_session
+from kvstrata.eval.protocols import Outcome, Reference, Task, make_task, run_reference, run_session
+from kvstrata.eval.replay import replayed
 from kvstrata.eval.results import Result, Setting, summarize
 from kvstrata.eval.traces import Trace
 from kvstrata.session import Session
 
+SLACK = 64
+"""Tokens of room beyond the conversation."""
 Progress = Callable[[str, int, int], None]
 """Called with what runs now, the steps done and all steps."""
 
@@ -86,8 +88,8 @@ def check_length(model: PreTrainedModel, *tasks: Task | None) -> None:
 
 
 def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setting: Setting, task: Task, reference: Reference | None) -> Outcome:
-    arguments: dict[str, Any] = setting.session_arguments()
-    session = Session(model, tokenizer, **arguments)
-    with session:
-        view: SessionLike = session
-        return run_session(view, task, reference)
+    """One setting on one conversation, in a store of its own."""
+    capacity = len(task.conversation) + SLACK
+    session = Session(model, tokenizer, capacity_tokens=capacity, **setting.session_arguments())
+    with session, replayed(model, reference.prefill if reference is not None else None):
+        return run_session(session, task, reference)

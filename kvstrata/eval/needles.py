@@ -65,7 +65,7 @@ def plant(tokenizer: PreTrainedTokenizerBase, trace: Trace, questions: Sequence[
     breaks = [p for p in range(1, context) if conversation.text[: conversation.starts[p]].endswith((". ", ".", "\n"))] or [1]
     places = [min(breaks, key=lambda p, d=d: abs(p - d * context)) for d in depths(len(questions))]  # type: ignore[misc]
     for at, question in sorted(zip(places, questions, strict=True), key=lambda x: -x[0]):
-        text = f" {question.source} "
+        text = f" {question.source}"
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         conversation = splice(conversation, at, ids, text)
         asked = tuple(_moved(a, at, len(ids), is_here=a.question is question) for a in asked)

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvstrata.adapters.hf import cache_keyword
 from kvstrata.eval.conversation import Asked, Conversation, context_end
 from kvstrata.eval.metrics import Comparison, Scores, log_probs
+from kvstrata.eval.replay import Prefill, recorded
 from kvstrata.types import Role
 
 PROTOCOLS = ("turns", "oneshot")
@@ -37,6 +38,10 @@ class Task:
     scored: tuple[int, ...]
     context: int
     asked: tuple[Asked, ...] = ()
+
+    def rows(self, start: int, end: int) -> list[int]:
+        """Rows of the logits of chunk [start, end) that predict scored tokens, counted from its end: negative numbers."""
+        return [p - 1 - end for p in self.scored if start < p <= end]
 
 
 def check_protocol(name: str) -> None:
@@ -67,33 +72,35 @@ def make_task(protocol: str, conversation: Conversation, asked: tuple[Asked, ...
 
 @dataclass(frozen=True)
 class Reference:
-    """log_probs: float32 [scored, vocab] of the uncompressed model. seconds: what its run took."""
+    """log_probs: float32 [scored, vocab] of the uncompressed model. prefill: its first chunk, which settings need not run again."""
 
     log_probs: Tensor
+    prefill: Prefill | None
     seconds: float
 
 
 @torch.inference_mode()
 def run_reference(model: PreTrainedModel, task: Task) -> Reference:
     """The model with transformers' own cache over the task's chunks; of the logits only the scored rows are kept."""
-    cache = DynamicCache(config=model.config)
-    rows, started, start = [], time.perf_counter(), 0
+    cache, prefill, start, rows = DynamicCache(config=model.config), None, 0, []
+    started = time.perf_counter()
     for end in task.chunks:
-        ids = torch.tensor([task.conversation.token_ids[start:end]], device=model.device)
-        wanted = [p - 1 - start for p in task.scored if start < p <= end]
-        out = model(
-            ids, past_key_values=cache, use_cache=True, logits_to_keep=torch.tensor(wanted or [end - start - 1], device=model.device)
-        )
+        ids = task.conversation.token_ids[start:end]
+        wanted = task.rows(start, end)
+        kept = -min(wanted, default=-1)
+        out = model(torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=kept, **{cache_keyword(model): cache})
         if wanted:
-            rows.append(log_probs(out.logits[0].cpu()))
+            rows.append(log_probs(out.logits[0, wanted].cpu()))
+        if start == 0:
+            prefill = recorded(cache, ids, out.logits.float(), time.perf_counter() - started)
         start = end
-    return Reference(torch.cat(rows), time.perf_counter() - started)
+    return Reference(torch.cat(rows), prefill, time.perf_counter() - started)
 
 
 class SessionLike(Protocol):
     """The part of a session that an evaluation needs (kvstrata.session.Session)."""
 
-    def feed(self, token_ids: list[int], spans: Any) -> Tensor: ...
+    def feed(self, token_ids: list[int], spans: Any, *, logits_to_keep: int) -> Tensor: ...
     @property
     def report(self) -> Any: ...
     @property
@@ -141,7 +148,10 @@ class Outcome:
 
 @torch.inference_mode()
 def run_session(session: SessionLike, task: Task, reference: Reference | None) -> Outcome:
-    """Feed a fresh session the task's chunks and compare its logits with the reference's; without one, only the text's own NLL is known."""
+    """Feed a fresh session the task's chunks and compare its logits with the reference's; without one, only the text's own NLL is known.
+
+    Inside `replayed`, the first chunk costs nothing; what it took the reference counts as the session's.
+    """
     conversation, scored = task.conversation, task.scored
     ids = conversation.token_ids
     calls = [conversation.role_at(p) is Role.TOOL_CALL for p in scored]
@@ -149,12 +159,10 @@ def run_session(session: SessionLike, task: Task, reference: Reference | None) -
     comparison = Comparison(rows, list(scored), [ids[p] for p in scored], calls, [_reply_of(conversation, p) for p in scored])
     started, start, stored, turns = time.perf_counter(), 0, {}, []
     for end in task.chunks:
-        logits = session.feed(ids[:end], conversation.spans_until(end))
-        # a session that had to run some tokens again returns their logits too: count from the end
-        wanted = [p - 1 - end for p in scored if start < p <= end]
+        wanted = task.rows(start, end)
+        logits = session.feed(ids[:end], conversation.spans_until(end), logits_to_keep=-min(wanted, default=-1))
         if wanted:
             comparison.add(logits[wanted])
-        del logits
         turns.append(TurnBytes(end, session.report.bytes_stored, session.report.bytes_bf16))
         if end <= task.context or not stored:
             stored = {
@@ -167,12 +175,13 @@ def run_session(session: SessionLike, task: Task, reference: Reference | None) -
                 "page_bytes": {int(t): n for t, n in session.layout.tier_bytes().items()},
             }
         start = end
+    shared = reference.prefill.seconds if reference is not None and reference.prefill is not None else 0.0
     reports = session.reports
     return Outcome(
         scores=comparison.scores(),
         reused_tokens=sum(r.reused_tokens for r in reports),
         fed_tokens=sum(r.reused_tokens + r.new_tokens for r in reports),
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - started + shared,
         turns=tuple(turns),
         **stored,
     )

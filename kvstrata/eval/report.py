@@ -53,7 +53,7 @@ def render_report(conversation: Conversation, results: Sequence[Result]) -> str:
     )
     environment.filters["mib"] = lambda n: f"{n / 2**20:.2f}"
     environment.filters["figure"] = figure
-    turn_starts = [(s.start, f"turn {s.turn}") for before, s in pairwise(spans) if s.turn > before.turn]
+    turn_starts = [(s.start, str(s.turn)) for before, s in pairwise(spans) if s.turn > before.turn]
     lines = [(r.name, [(0.0, 0.0)] + [(float(t.tokens), t.bytes_stored / 2**20) for t in r.result.outcomes[0].turns]) for r in rows]
     return environment.get_template("report.html.j2").render(
         conversation=conversation,

@@ -26,7 +26,11 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
 CALL = {"type": "function", "function": {"name": "cd", "arguments": {"folder": "documents"}}}
 TOOL = {
     "type": "function",
-    "function": {"name": "cd", "description": "Change folder.", "parameters": {"type": "object", "properties": {"folder": {"type": "string"}}}},
+    "function": {
+        "name": "cd",
+        "description": "Change folder.",
+        "parameters": {"type": "object", "properties": {"folder": {"type": "string"}}},
+    },
 }
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "You are an agent."},
@@ -67,13 +71,13 @@ class DenseSession:
         self.fed: list[int] = []
         self.spans: Any = ()
 
-    def feed(self, token_ids: list[int], spans: Any) -> Tensor:
+    def feed(self, token_ids: list[int], spans: Any, *, logits_to_keep: int) -> Tensor:
         old = self.cache.get_seq_length()
         assert spans[-1].end == len(token_ids)
         logits = self.model(torch.tensor([token_ids[old:]]), **{cache_keyword(self.model): self.cache}).logits[0].float()
         self.fed.append(len(token_ids))
         self.reports.append(Report(100 * len(token_ids), 100 * len(token_ids), old, len(token_ids) - old))
-        return logits + self.noise * torch.sin(torch.arange(logits.shape[-1]))
+        return logits[-logits_to_keep:] + self.noise * torch.sin(torch.arange(logits.shape[-1]))
 
     @property
     def report(self) -> Report:

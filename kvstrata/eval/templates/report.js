@@ -61,6 +61,7 @@
   if (tier && tier[1] && +tier[1] < data.settings.length) pick.value = tier[1];
   paint(Boolean(tier));
   if (token && tokens[+token[1]]) {
+    box.scrollTop = tokens[+token[1]].offsetTop - box.clientHeight / 2;
     const r = tokens[+token[1]].getBoundingClientRect();
     show(tokens[+token[1]], r.left, r.bottom);
   }

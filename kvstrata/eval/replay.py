@@ -1,0 +1,65 @@
+"""The first chunk of a conversation, run once for all settings: nothing is compressed before it, so they all compute the same.
+
+    with replayed(model, prefill):
+        session.feed(...)      # writes the recorded keys and values, and returns the recorded logits
+
+Knows nothing of what settings do with the keys and values.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvstrata.adapters.hf import cache_keyword
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """keys, values: a layer each, [1, H, tokens, D], keys after RoPE. logits: float32 [1, kept, vocab] of the last positions."""
+
+    token_ids: tuple[int, ...]
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    logits: Tensor
+    seconds: float
+
+
+def recorded(cache: DynamicCache, token_ids: list[int], logits: Tensor, seconds: float) -> Prefill | None:
+    """What the first chunk left in transformers' own cache; None for models with sliding-window layers, which keep only a part."""
+    n = len(token_ids)
+    if any(layer.is_sliding for layer in cache.layers):
+        return None
+    keys = tuple(layer.keys[:, :, :n].clone() for layer in cache.layers)
+    return Prefill(tuple(token_ids), keys, tuple(layer.values[:, :, :n].clone() for layer in cache.layers), logits, seconds)
+
+
+@contextlib.contextmanager
+def replayed(model: PreTrainedModel, prefill: Prefill | None) -> Iterator[None]:
+    """Let forward passes of an attached model over the recorded tokens skip the computation; None changes nothing."""
+    if prefill is None:
+        yield
+        return
+    keyword = cache_keyword(model)
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(input_ids: Tensor, logits_to_keep: int = 0, **kwargs: Any) -> CausalLMOutputWithPast:
+        if tuple(input_ids[0].tolist()) != prefill.token_ids or not 0 < logits_to_keep <= prefill.logits.shape[1]:
+            return original(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
+        for i, (k, v) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
+            # the output is not wanted: one query head for each KV head is the least that stores the chunk
+            kwargs[keyword].attention(i, torch.zeros_like(k), k, v, 1.0)
+        return CausalLMOutputWithPast(logits=prefill.logits[:, -logits_to_keep:])
+
+    model.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.forward
