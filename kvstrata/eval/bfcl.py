@@ -81,7 +81,7 @@ def _call(code: str, tools: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     node = ast.parse(code.strip(), mode="eval").body
     assert isinstance(node, ast.Call), code
     name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr  # type: ignore[attr-defined]
-    schema = next((t["function"]["parameters"] for t in tools if t["function"]["name"] == name), {})
+    schema: dict[str, Any] = next((t["function"]["parameters"] for t in tools if t["function"]["name"] == name), {})
     names = list(schema.get("properties", {}))
     arguments = {names[i] if i < len(names) else f"arg{i}": ast.literal_eval(arg) for i, arg in enumerate(node.args)}
     return name, arguments | {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}

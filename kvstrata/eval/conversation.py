@@ -70,7 +70,7 @@ def renders_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes tool schemas and tool calls into the prompt."""
     call = {"type": "function", "function": {"name": "kvs_called", "arguments": {}}}
     tool = {"type": "function", "function": {"name": "kvs_schema", "description": "", "parameters": {"type": "object", "properties": {}}}}
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     text = str(tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False))
     return "kvs_called" in text and "kvs_schema" in text
 
@@ -121,7 +121,8 @@ def _reply(
     def shared(upto: int, prompt: bool) -> int:
         if not upto:
             return 0
-        text = tokenizer.apply_chat_template(messages[:upto], tools=tools or None, tokenize=False, add_generation_prompt=prompt)
+        schemas: list[Any] | None = tools or None
+        text = tokenizer.apply_chat_template(messages[:upto], tools=schemas, tokenize=False, add_generation_prompt=prompt)
         part = tokenizer(str(text), add_special_tokens=False)["input_ids"]
         return next((n for n, (a, b) in enumerate(zip(part, ids, strict=False)) if a != b), min(len(part), len(ids)))
 

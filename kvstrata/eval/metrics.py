@@ -62,7 +62,7 @@ class Scores:
         return sum(bool(calls.agree[calls.group == g].all()) for g in groups), len(groups)
 
 
-def _mean(values: NDArray[np.generic]) -> float:
+def _mean(values: NDArray[np.float64] | NDArray[np.bool_]) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
 
 

@@ -157,7 +157,8 @@ def run_session(session: SessionLike, task: Task, reference: Reference | None) -
     calls = [conversation.role_at(p) is Role.TOOL_CALL for p in scored]
     rows = reference.log_probs if reference is not None else None
     comparison = Comparison(rows, list(scored), [ids[p] for p in scored], calls, [_reply_of(conversation, p) for p in scored])
-    started, start, stored, turns = time.perf_counter(), 0, {}, []
+    started, start, turns = time.perf_counter(), 0, []
+    stored: dict[str, Any] = {}
     for end in task.chunks:
         wanted = task.rows(start, end)
         logits = session.feed(ids[:end], conversation.spans_until(end), logits_to_keep=-min(wanted, default=-1))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvstrata.adapters.hf import cache_keyword
@@ -34,10 +35,13 @@ class Prefill:
 def recorded(cache: DynamicCache, token_ids: list[int], logits: Tensor, seconds: float) -> Prefill | None:
     """What the first chunk left in transformers' own cache; None for models with sliding-window layers, which keep only a part."""
     n = len(token_ids)
-    if any(layer.is_sliding for layer in cache.layers):
-        return None
-    keys = tuple(layer.keys[:, :, :n].clone() for layer in cache.layers)
-    return Prefill(tuple(token_ids), keys, tuple(layer.values[:, :, :n].clone() for layer in cache.layers), logits, seconds)
+    keys, values = [], []
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer) or layer.is_sliding or layer.keys is None or layer.values is None:
+            return None
+        keys.append(layer.keys[:, :, :n].clone())
+        values.append(layer.values[:, :, :n].clone())
+    return Prefill(tuple(token_ids), tuple(keys), tuple(values), logits, seconds)
 
 
 @contextlib.contextmanager
@@ -58,7 +62,7 @@ def replayed(model: PreTrainedModel, prefill: Prefill | None) -> Iterator[None]:
             kwargs[keyword].attention(i, torch.zeros_like(k), k, v, 1.0)
         return CausalLMOutputWithPast(logits=prefill.logits[:, -logits_to_keep:])
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward
     try:
         yield
     finally:

@@ -59,10 +59,11 @@ def load_traces(source: str, limit: int | None = None) -> TraceSet:
 
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1")
+    errors: list[str] = []
     if source.startswith("bfcl:"):
-        traces, errors = list(bfcl.load(source, limit)), []
+        traces = list(bfcl.load(source, limit))
     elif source == "recall" or source.startswith("recall:"):
-        traces, errors = [recall(count(source.partition(":")[2] or "24", source))], []
+        traces = [recall(count(source.partition(":")[2] or "24", source))]
     else:
         traces, errors = read_jsonl(Path(source), limit)
     if not traces and not errors:

@@ -49,7 +49,7 @@ def test_a_limit_counts_conversations_not_lines(tmp_path: Path) -> None:
 
 def test_sources_that_name_nothing_say_what_is_accepted(tmp_path: Path) -> None:
     for source in ("nowhere.jsonl", "bfcl:multi_turn_bass", "bfcl:memory:plumber", "bfcl:memory", "bfcl:multi_turn_base:1:2"):
-        with pytest.raises(ValueError, match="accepted: .*bfcl:"):
+        with pytest.raises(ValueError, match=r"accepted: .*bfcl:"):
             load_traces(source)
     for source in ("recall:0", "recall:x", "bfcl:multi_turn_base:0", "bfcl:multi_turn_base:-1"):
         with pytest.raises(ValueError, match="not a positive number"):
