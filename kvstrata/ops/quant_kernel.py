@@ -47,7 +47,9 @@ def select(a, b, FIRST: tl.constexpr, ASM: tl.constexpr):
     """(a & mask) | (b & ~mask), with the mask 0xCCCC if FIRST, else 0x3333."""
     if ASM:
         if FIRST:
-            return tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, 0xcccccccc, 0xE4;", "=r,r,r", [a, b], dtype=tl.uint16, is_pure=True, pack=2)
+            return tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, $2, 0xcccccccc, 0xE4;", "=r,r,r", [a, b], dtype=tl.uint16, is_pure=True, pack=2
+            )
         return tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, 0x33333333, 0xE4;", "=r,r,r", [a, b], dtype=tl.uint16, is_pure=True, pack=2)
     if FIRST:
         return (a & 0xCCCC) | (b & 0x3333)
@@ -89,7 +91,9 @@ def fma2(a, b, c, ASM: tl.constexpr):
 def scale_of(w, ASM: tl.constexpr):
     """Low byte of a metadata word, an unsigned float of 4 exponent and 4 mantissa bits, in the codec's units."""
     if ASM:
-        return tl.inline_asm_elementwise("{.reg .b32 t; and.b32 t, $1, 0x00ff00ff; shl.b32 $0, t, 6;}", "=r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 t; and.b32 t, $1, 0x00ff00ff; shl.b32 $0, t, 6;}", "=r,r", [w], dtype=tl.float16, is_pure=True, pack=2
+        )
     return ((w & 0xFF) << 6).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
@@ -97,5 +101,12 @@ def scale_of(w, ASM: tl.constexpr):
 def offset_of(w, ASM: tl.constexpr):
     """High byte of a metadata word: sign, 3 exponent and 4 mantissa bits, in units of OFFSET_UNIT steps."""
     if ASM:
-        return tl.inline_asm_elementwise("{.reg .b32 t, c; shr.b32 t, $1, 2; and.b32 t, t, 0x1fc01fc0; lop3.b32 t, $1, 0x80008000, t, 0xEA; mov.b32 c, 0x58005800; mul.f16x2 $0, t, c;}", "=r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 t, c; shr.b32 t, $1, 2; and.b32 t, t, 0x1fc01fc0; lop3.b32 t, $1, 0x80008000, t, 0xEA; mov.b32 c, 0x58005800; mul.f16x2 $0, t, c;}",
+            "=r,r",
+            [w],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
     return (((w >> 2) & 0x1FC0) | (w & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True) * 128.0
