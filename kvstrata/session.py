@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
-from kvstrata.policy import Budget, BudgetTooSmall, Signals, make_policy
+from kvstrata.policy import Budget, BudgetTooSmallError, Signals, make_policy
 from kvstrata.store.layout import Layout
 from kvstrata.store.store import Store
 from kvstrata.tagging.calls import parse_reply
@@ -235,7 +235,7 @@ class Session:
         limit = int(self.budget_bits * self.layout.elements(max(n, BUDGET_HORIZON)) / 8)
         try:
             return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=limit))
-        except BudgetTooSmall as error:
+        except BudgetTooSmallError as error:
             # the window's fixed cost outweighs a short conversation
             return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=max(error.floor, 1)))
 
@@ -247,7 +247,7 @@ class Session:
         )  # fmt: skip
 
     def _check_budget(self) -> None:
-        """Raise BudgetTooSmall where even an endless conversation, on which sinks and window cost nothing, would not fit."""
+        """Raise BudgetTooSmallError where even an endless conversation, on which sinks and window cost nothing, would not fit."""
         if self.budget_bits is not None:
             endless = 1 << 20
             self.policy.plan((), endless, Signals(), self._budget(endless, bits=self.budget_bits))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvstrata.config import from_dict
-from kvstrata.policy.budget import Budget, BudgetTooSmall, Signals
+from kvstrata.policy.budget import Budget, BudgetTooSmallError, Signals
 from kvstrata.policy.full import Full
 from kvstrata.policy.role import ByRole
 from kvstrata.policy.uniform import Uniform
@@ -31,4 +31,4 @@ def make_policy(name: str, **settings: Any) -> Policy:
     return from_dict(POLICIES[name], settings)
 
 
-__all__ = ["POLICIES", "Budget", "BudgetTooSmall", "Plan", "Policy", "Signals", "make_policy"]
+__all__ = ["POLICIES", "Budget", "BudgetTooSmallError", "Plan", "Policy", "Signals", "make_policy"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvstrata.types import PAGE_SIZE, Tier
 
 
-class BudgetTooSmall(ValueError):
+class BudgetTooSmallError(ValueError):
     """No plan of the policy fits. floor: bytes of its cheapest plan."""
 
     def __init__(self, message: str, floor: int) -> None:
@@ -85,11 +85,11 @@ class Budget:
         return num_bytes * 8 * PAGE_SIZE / max(1, self.num_tokens * self.page_elements)
 
     def check(self, tiers: Sequence[Tier], policy: str) -> None:
-        """Raise BudgetTooSmall, naming the floor, unless a policy's cheapest plan fits."""
+        """Raise BudgetTooSmallError, naming the floor, unless a policy's cheapest plan fits."""
         floor = self.cost(tiers)
         if floor > self.limit:
             value = f"{self.bits} bits" if self.bits is not None else f"{self.bytes} bytes"
-            raise BudgetTooSmall(
+            raise BudgetTooSmallError(
                 f"budget of {value} ({self.limit} bytes) for {self.num_tokens} tokens is below the floor of policy {policy!r}: "
                 f"{self.real_bits(floor):.2f} bits an element, {floor} bytes",
                 floor,

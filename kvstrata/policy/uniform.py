@@ -7,6 +7,12 @@ from kvstrata.policy.budget import QUANTIZED, Budget, Signals, check_sinks, chec
 from kvstrata.types import Plan, Span, Tier
 
 
+def _spread(page: int) -> float:
+    """Multiples of the golden ratio: any number of the lowest is spread evenly, and is among the lowest of a longer sequence. So a
+    later plan raises pages that an earlier one raised, where others have lost the plane for good."""
+    return page * 0.6180339887498949 % 1
+
+
 @dataclass(frozen=True, slots=True)
 class Uniform:
     """tier: of all pages but the `sinks` first ones, which are BF16; without meaning under a budget. tiers: what the codec has."""
@@ -37,8 +43,8 @@ class Uniform:
             higher = ladder[ladder.index(tier) + 1]
             step = budget.tier_bytes[higher] - budget.tier_bytes[tier]
             raised = min((budget.limit - budget.cost(tiers)) // step, len(body))
-            for i in range(raised):
-                tiers[body[(2 * i + 1) * len(body) // (2 * raised)]] = higher
+            for page in sorted(body, key=_spread)[:raised]:
+                tiers[page] = higher
         return Plan(tuple(tiers), tier)
 
     def _with_sinks(self, tiers: Sequence[Tier]) -> tuple[Tier, ...]:

@@ -4,6 +4,7 @@ Nothing that existed before is touched until `commit`: pages that settle get fra
 token is appended. (A token appended to a page that only this sequence holds lands behind its live mask.) Knows nothing of models.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from kvstrata.ops import dense, quant
 from kvstrata.ops.table import PageTable
 from kvstrata.ops.write import write_dense, write_pages
+from kvstrata.store.arena import DEAD_SLOT
 from kvstrata.store.page import Page, Sequence
 from kvstrata.types import PAGE_SIZE, Tier
 
@@ -51,19 +53,13 @@ class Step:
         self._store = store
         self._sequences = sequences
         self._written: set[int] = set()
+        # once to count the frames, once to place them: they are had all together or not at all
         self._new: list[int] = []
-        self._changes: list[_Change] = []
-        self._jobs: dict[Tier, _PageJob] = {}
-        self._append: list[tuple[tuple[int, ...], int, int]] = []
-        self._sources: dict[Tier, list[tuple[int, ...]]] = {}
-        self._copies: list[tuple[int, int]] = []
-        self._slots: list[tuple[Tier, list[int | tuple[Tier, int]]]] = []
-        try:
-            for i, (s, ids) in enumerate(zip(sequences, token_ids, strict=True)):
-                self._plan_sequence(s, ids, self.cu_seqlens[i])
-        except BaseException:
-            self.abort()
-            raise
+        self._needed = 0
+        self._plan_all(token_ids)
+        self._new = store.allocate(self._needed)
+        self._pool = iter(self._new)
+        self._plan_all(token_ids)
         self._finish_jobs()
 
     @property
@@ -73,10 +69,21 @@ class Step:
 
     # planning, on the host
 
+    def _plan_all(self, token_ids: list[list[int]]) -> None:
+        self._changes: list[_Change] = []
+        self._jobs: dict[Tier, _PageJob] = {}
+        self._append: list[tuple[tuple[int, ...], int, int]] = []
+        self._sources: dict[Tier, list[tuple[int, ...]]] = {}
+        self._copies: list[tuple[int, int]] = []
+        self._slots: list[tuple[Tier, list[int | tuple[Tier, int]]]] = []
+        for i, (s, ids) in enumerate(zip(self._sequences, token_ids, strict=True)):
+            self._plan_sequence(s, ids, self.cu_seqlens[i])
+
     def _allocate(self, n: int) -> tuple[int, ...]:
-        ids = self._store.allocate(n)
-        self._new += ids
-        return tuple(ids)
+        if not self._new:
+            self._needed += n
+            return (DEAD_SLOT,) * n
+        return tuple(itertools.islice(self._pool, n))
 
     def _plan_sequence(self, s: Sequence, ids: list[int], row: int) -> None:
         before, after = s.num_tokens, s.num_tokens + len(ids)

@@ -158,9 +158,9 @@ def test_out_of_frames_says_who_holds_them_and_changes_nothing() -> None:
     a, b = store.add_sequence(Plan((), Tier.INT4)), store.add_sequence(Plan((), Tier.INT4))
     feed(store, [a], [list(range(100))])
     before = store.sequence(a).token_ids[:]
-    with pytest.raises(OutOfFramesError, match=r"asked for 27 frames, \d+ are free; held by: sequence 1 \(100 tokens\) 108") as error:
+    with pytest.raises(OutOfFramesError, match=r"asked for 54 frames, \d+ are free; held by: sequence 1 \(100 tokens\) 108") as error:
         store.begin([a, b], [[1], list(range(64))])
-    assert error.value.asked == 27 and error.value.free == 13 and error.value.holders == {"sequence 1 (100 tokens)": 108}
+    assert error.value.asked == 54 and error.value.free == 40 and error.value.holders == {"sequence 1 (100 tokens)": 108}
     store.check_integrity()
     assert store.sequence(a).token_ids == before and not store.sequence(b).pages
     feed(store, [a], [[100, 101]])

@@ -1,0 +1,188 @@
+"""The session: turns, reuse, budgets, reports, and what an error leaves behind."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from kvstrata.adapters.hf import store_config
+from kvstrata.ops.quant import NonFiniteError
+from kvstrata.session import Session
+from kvstrata.store.arena import OutOfFramesError
+from kvstrata.store.store import Store
+from kvstrata.types import PAGE_SIZE, Tier
+from tests.models import tiny
+
+Messages = list[dict[str, Any]]
+TOOL = {
+    "type": "function",
+    "function": {"name": "ls", "description": "List files. " * 30, "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: Callable[[str], Path]) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_path("qwen05"))
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    return tiny("qwen2", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+
+
+def conversation(turns: int, words: int = 60) -> Messages:
+    messages: Messages = [{"role": "system", "content": "You are an agent."}]
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"Request {turn}: " + "please look at this file " * (words // 5)})
+        call = {"type": "function", "function": {"name": "ls", "arguments": {"n": turn}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "name": "ls", "content": f"result {turn} " * (words // 3)})
+    return messages
+
+
+def test_each_turn_reuses_what_is_stored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    with Session(model, tokenizer, "full") as session:
+        messages = conversation(1)
+        stored = 0
+        for turn in range(3):
+            reply = session.chat(messages, tools=[TOOL], max_new_tokens=20, min_new_tokens=20)
+            session.store.check_integrity()
+            report = reply.report
+            assert report.turn == turn
+            # the last generated token has not been through the model; all else of the last turn is reused
+            assert report.reused_tokens >= (stored - 1 if turn else 0)
+            assert report.tokens == len(session.token_ids) == report.reused_tokens + report.new_tokens
+            assert sum(report.tokens_by_tag_and_tier.values()) == report.tokens
+            assert report.bytes_stored == session.store.bytes_in_use > report.bytes_bf16
+            stored = report.tokens
+            messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "Go on."}]
+            reference = model.generate(
+                torch.tensor([session.token_ids[: report.tokens - 19]]), max_new_tokens=20, min_new_tokens=20, do_sample=False
+            )[0, -20:].tolist()  # fmt: skip
+            assert reply.token_ids == reference
+
+
+def test_feed_returns_the_logits_of_what_ran(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = torch.randint(10, 1000, (250,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.no_grad():
+        reference = model(input_ids=torch.tensor([ids])).logits[0]
+    with warnings.catch_warnings(), Session(model, tokenizer, "full") as session:
+        warnings.filterwarnings("ignore", message="no chat template")
+        assert (session.feed(ids[:100]) - reference[:100]).abs().max() < 1e-3
+        assert (session.feed(ids) - reference[100:]).abs().max() < 1e-3
+        # nothing new: the last token runs again
+        assert (session.feed(ids) - reference[-1:]).abs().max() < 1e-3
+        # a rewritten history: what differs is forgotten
+        assert session.feed(ids[:180] + ids[:5], logits_to_keep=1).shape == (1, len(tokenizer))
+        assert session.token_ids == ids[:180] + ids[:5]
+        assert session.report.reused_tokens == 180
+        session.store.check_integrity()
+
+
+@pytest.mark.parametrize(("policy", "bits"), [("uniform", 2.9), ("role", 3.5), ("uniform", 16.5)])
+def test_billed_as_two_bits_stored_as_sixteen(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str, bits: float) -> None:
+    """Real bits come from the arena and stay under the budget as a conversation grows."""
+    with Session(model, tokenizer, policy, bits, capacity_tokens=6000) as session:
+        for turns in (4, 14):
+            ids = tokenizer.apply_chat_template(conversation(turns, 120), tools=[TOOL], return_dict=True)["input_ids"]
+            session.feed(ids, logits_to_keep=1)
+            in_use = session.store.frames_in_use * session.layout.frame_bytes
+            assert session.bits_per_element == pytest.approx(8 * in_use / (len(ids) * 3 * 2 * 64 * 2))
+            assert session.report.bytes_stored == in_use
+        assert len(ids) > 3000
+        assert session.bits_per_element <= bits
+
+
+def test_a_budget_is_used_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """In one pass, what is left of the budget is less than raising a page would cost."""
+    ids = tokenizer.apply_chat_template(conversation(14, 120), tools=[TOOL], return_dict=True)["input_ids"]
+    with Session(model, tokenizer, "uniform", 3.4, capacity_tokens=6000) as session:
+        session.feed(ids, logits_to_keep=1)
+        assert 3.4 - 2 * PAGE_SIZE / len(ids) < session.bits_per_element <= 3.4
+
+
+def test_the_budget_holds_while_tokens_are_generated(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer.apply_chat_template(conversation(8, 120), return_dict=True)["input_ids"][:2100]
+    with Session(model, tokenizer, "role", 4.5, capacity_tokens=3000) as session:
+        session.feed(ids, logits_to_keep=1)
+        most = 0.0
+        for _ in range(70):
+            session.feed([*session.token_ids, 400], logits_to_keep=1)
+            most = max(most, session.bits_per_element)
+        assert most <= 4.5
+
+
+def test_accuracy_of_old_turns_falls_before_that_of_new_ones(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    with Session(model, tokenizer, "role", capacity_tokens=9000) as session:
+        tiers: list[dict[str, int]] = []
+        for turns in (1, 2, 3, 4):
+            ids = tokenizer.apply_chat_template(conversation(turns, 120), tools=[TOOL], return_dict=True)["input_ids"]
+            session.feed(ids, logits_to_keep=1)
+            by = session.report.tokens_by_tag_and_tier
+            tiers.append({t.name: sum(n for (_, _, role, tier), n in by.items() if role == "obs" and tier == t.name) for t in Tier})
+            assert not any(tier == "EVICTED" for *_, tier in by)
+        assert tiers[0]["INT2"] == 0
+        assert tiers[3]["INT2"] > tiers[2]["INT2"] > 0
+
+
+def test_two_sessions_share_the_prefix_in_one_store(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    store = Store(store_config(model, 6000))
+    shared = tokenizer.apply_chat_template(conversation(3), tools=[TOOL], return_dict=True)["input_ids"]
+    a, b = (Session(model, tokenizer, "uniform", store=store) for _ in range(2))
+    with a, b:
+        a.feed(shared + [500] * 200, logits_to_keep=1)
+        used = store.frames_in_use
+        b.feed(shared + [600] * 200, logits_to_keep=1)
+        store.check_integrity()
+        whole = len(shared) // PAGE_SIZE * PAGE_SIZE
+        assert b.report.reused_tokens == whole
+        assert store.frames_in_use - used < b.frames_in_use
+        before = a.feed([*a.token_ids, 7])
+        b.reset()
+        store.check_integrity()
+        a.store.crop(a._cache.sequence_ids[0], len(a.token_ids) - 1)
+    assert before.shape[0] == 1
+
+
+def test_errors_leave_the_session_able_to_go_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    with Session(model, tokenizer, "uniform", capacity_tokens=600) as session:
+        ids = tokenizer.apply_chat_template(conversation(1), return_dict=True)["input_ids"]
+        session.feed(ids, logits_to_keep=1)
+        held = session.token_ids
+        with pytest.raises(ValueError, match="messages is empty"):
+            session.chat([])
+        with pytest.raises(ValueError, match="role 'narrator', which the chat template does not know"):
+            session.chat([{"role": "narrator", "content": "x"}])
+        with pytest.raises(ValueError, match="token_ids is empty"):
+            session.feed([])
+        with pytest.raises(OutOfFramesError, match=r"asked for \d+ frames"):
+            session.feed(ids + [5] * 5000, logits_to_keep=1)
+        assert session.token_ids == held
+        with torch.no_grad():
+            weight = model.model.layers[1].self_attn.v_proj.weight
+            kept, weight[3, 3] = weight[3, 3].clone(), float("inf")
+            with pytest.raises(NonFiniteError, match="at layer 1, KV head 0, position"):
+                session.feed([*ids, 5, 6], logits_to_keep=1)
+            weight[3, 3] = kept
+        assert session.token_ids == held
+        assert session.feed([*ids, 5, 6]).shape[0] == 2
+        session.store.check_integrity()
+
+
+def test_bad_settings_name_the_accepted_ones(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    for arguments, message in (
+        ({"policy": "best"}, "unknown policy 'best'; accepted: full, uniform"),
+        ({"policy": "uniform", "policy_settings": {"teir": 4}}, "unknown Uniform key 'teir'; accepted: tier"),
+        ({"policy": "uniform", "policy_settings": {"tier": "INT5"}}, r"unknown tier 'INT5'; accepted: EVICTED \(0\), INT2 \(2\)"),
+        ({"codec": "zip"}, "unknown codec 'zip'; accepted: planes, kivi"),
+        ({"dense_dtype": "int8"}, "unknown dense_dtype 'int8'; accepted: bfloat16, float16, float32"),
+        ({"policy": "uniform", "budget_bits": 1.0}, r"below the floor of policy 'uniform': 2\.38 bits an element"),
+        ({"budget_bits": -3.0}, "budget is -3.0; it must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Session(model, tokenizer, **arguments)
