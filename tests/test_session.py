@@ -84,7 +84,7 @@ def test_feed_returns_the_logits_of_what_ran(model: PreTrainedModel, tokenizer: 
         session.store.check_integrity()
 
 
-@pytest.mark.parametrize(("policy", "bits"), [("uniform", 2.9), ("role", 3.5), ("uniform", 16.5)])
+@pytest.mark.parametrize(("policy", "bits"), [("uniform", 3.0), ("role", 3.5), ("uniform", 16.5)])
 def test_billed_as_two_bits_stored_as_sixteen(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str, bits: float) -> None:
     """Real bits come from the arena and stay under the budget as a conversation grows."""
     with Session(model, tokenizer, policy, bits, capacity_tokens=6000) as session:
