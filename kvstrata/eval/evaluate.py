@@ -44,7 +44,10 @@ def evaluate(
     """Run every setting on every trace.
 
     needles: facts planted in a second pass over each trace that brings no questions of its own; 0 for none.
+    Raises ValueError, before anything runs, for a setting that no session takes.
     """
+    for setting in settings:
+        Session(model, tokenizer, capacity_tokens=SLACK, **setting.session_arguments())
     outcomes: list[list[Outcome]] = [[] for _ in settings]
     found: list[list[Needle]] = [[] for _ in settings]
     errors: list[str] = []

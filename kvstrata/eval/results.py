@@ -16,7 +16,10 @@ from kvstrata.types import Tier
 
 @dataclass(frozen=True)
 class Setting:
-    """How the cache is stored. tier: for the policies that take one. dense_dtype: of BF16 pages; None = the session's choice."""
+    """How the cache is stored.
+
+    tier: for the policies that take one. dense_dtype: of BF16 pages; None = the session's choice. options: further settings of the policy.
+    """
 
     policy: str = "uniform"
     tier: Tier | None = None
@@ -24,6 +27,7 @@ class Setting:
     codec: str = "planes"
     window: int = 64
     dense_dtype: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.tier is not None and self.budget_bits is not None:
@@ -47,7 +51,7 @@ class Setting:
         return {
             "policy": self.policy,
             "budget_bits": self.budget_bits,
-            "policy_settings": {} if self.tier is None else {"tier": self.tier},
+            "policy_settings": dict(self.options) | ({} if self.tier is None else {"tier": self.tier}),
             "codec": self.codec,
             "window": self.window,
             "dense_dtype": self.dense_dtype,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvstrata.eval.conversation import Conversation
@@ -10,19 +11,21 @@ from kvstrata.eval.results import Result
 
 
 def results_table(results: Sequence[Result]) -> Table:
-    """One row a setting: real bits, bytes, losses, tool calls, needles, time."""
+    """One row a setting, within 80 columns: real bits, bytes, share of bfloat16, KL, top-1, top-1 in tool calls, facts, reuse, seconds."""
     first = results[0]
     needles = any(r.needles for r in results)
-    table = Table(title=f"{first.model}, {first.protocol}, {first.tokens:,} tokens", title_justify="left")
-    shown = ["facts", "log p"] if needles else []
-    for name in ("setting", "bits", "MiB", "of bf16", "KL", "KL p95", "top-1", "tool calls", *shown, "reuse", "s"):
-        table.add_column(name, justify="left" if name == "setting" else "right")
+    title = f"{first.model}, {first.protocol}, {first.tokens:,} tokens"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    # one or the other: more does not fit in 80 columns
+    shown = ["facts", "log p"] if needles else ["p95"]
+    for name in ("setting", "bits", "MiB", "bf16", "KL", "top-1", "calls", *shown, "reuse", "s"):
+        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
     for r in results:
         stored = sum(o.bytes_in_use for o in r.outcomes)
         share = stored / max(sum(o.bytes_bf16 for o in r.outcomes), 1)
-        facts = [f"{r.needle_hits}/{r.needles}", f"{r.needle_logp:.2f}"] if needles else []
-        table.add_row(r.label, f"{r.bits_per_element:.2f}", f"{stored / 2**20:.2f}", f"{share:.0%}", figure(r.kl_mean), figure(r.kl_p95),
-                      percent(r.top1), percent(r.tool_call_top1), *facts, percent(r.reuse), f"{r.seconds:.1f}")  # fmt: skip
+        more = [f"{r.needle_hits}/{r.needles}", f"{r.needle_logp:.2f}"] if needles else [figure(r.kl_p95)]
+        figures = [f"{r.bits_per_element:.2f}", f"{stored / 2**20:.2f}", f"{share:.0%}", figure(r.kl_mean), percent(r.top1)]
+        table.add_row(r.label, *figures, percent(r.tool_call_top1), *more, percent(r.reuse), f"{r.seconds:.1f}")
     return table
 
 

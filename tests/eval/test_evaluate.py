@@ -114,7 +114,7 @@ def test_figures_show_every_setting_and_gate(tokenizer: Any, model: Any) -> None
 
 def test_smollm2_remembers_at_int4_what_it_is_told(model_path: Callable[[str], Path]) -> None:
     loaded, tokenizer = load(model_path("smollm2"), torch.float32)
-    settings = [FULL, Setting(tier=Tier.INT4), Setting("window")]
+    settings = [FULL, Setting(tier=Tier.INT4), Setting("window", options=(("recent", 64),))]
     done = evaluate(loaded, tokenizer, load_traces("recall:12").traces, settings, name="smollm2", protocol="oneshot")
     full, int4, window = done.results
     assert full.kl_mean < 1e-5

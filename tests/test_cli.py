@@ -1,0 +1,161 @@
+"""The command line: what it prints, what it refuses and with which exit code. Models are tiny; one test runs `python -m kvstrata`."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from kvstrata import cli
+from tests.eval.fakes import MESSAGES, TOOL, tiny_model
+
+ROOT = Path(__file__).parents[1]
+LINE = json.dumps({"messages": MESSAGES, "tools": [TOOL]})
+KEYS = {
+    "model", "policy", "codec", "budget_bits", "tokens", "bits_per_element", "bytes_per_token", "peak_bytes", "kl_mean", "kl_p95", "top1",
+    "nll_delta", "tool_call_top1", "needle_hits", "needles", "needle_logp", "reuse", "seconds", "protocol", "dense_dtype", "tool_call_kl",
+}  # fmt: skip
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, model_path: Callable[[str], Path]) -> Callable[..., Any]:
+    """Run a command with a tiny model; -> result with exit_code, stdout, stderr."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path("smollm2"))
+    monkeypatch.setattr(cli, "load_model", lambda name: (tiny_model(), tokenizer))
+    monkeypatch.setattr(cli.err, "width", 200)
+
+    def run(*arguments: object, **kwargs: Any) -> Any:
+        return CliRunner().invoke(cli.app, [str(a) for a in arguments], **kwargs)
+
+    return run
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.jsonl"
+    path.write_text(f"{LINE}\n")
+    return path
+
+
+def test_eval_writes_the_documented_json(invoke: Any, good: Path, tmp_path: Path) -> None:
+    result = invoke("eval", "--model", "tiny", "--traces", good, "--tier", "int3", "--needles", "1", "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert set(record) >= KEYS
+    assert (record["model"], record["policy"], record["tier"], record["protocol"]) == ("tiny", "uniform", "INT3", "turns")
+    assert record["needles"] == 1
+    assert "uniform INT3" in result.stdout
+
+
+def test_json_on_stdout_is_json_alone(invoke: Any, good: Path) -> None:
+    result = invoke(
+        "eval", "--model", "tiny", "--traces", good, "--policy", "full", "--protocol", "oneshot", "--needles", "0", "--json", "-"
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["kl_mean"] < 1e-5
+
+
+def test_a_broken_line_is_named_the_rest_runs_and_the_exit_code_says_so(invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text(f"{LINE}\n{{broken\n")
+    result = invoke("eval", "--model", "tiny", "--traces", path, "--needles", "0", "--json", "-")
+    assert result.exit_code == 1
+    assert "mixed.jsonl, line 2: " in result.stderr.replace("\n", "")
+    assert json.loads(result.stdout)["tokens"] > 0
+
+
+def test_nothing_readable_is_a_failure(invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("{broken\n")
+    result = invoke("eval", "--model", "tiny", "--traces", path)
+    assert result.exit_code == 1
+    assert "line 1" in result.stderr
+    assert "no conversation" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--policy", "wishful"], "unknown policy 'wishful'; accepted: full, uniform"),
+        (["--codec", "zip"], "unknown codec 'zip'; accepted: planes, kivi"),
+        (["--tier", "INT5"], "unknown tier 'INT5'; accepted: EVICTED (0), INT2 (2)"),
+        (["--tier", "INT3", "--codec", "kivi"], "codec 'kivi' has no tier INT3; accepted: INT2, INT4"),
+        (["--tier", "INT3", "--budget-bits", "3"], "exclude each other"),
+        (["--budget-bits", "-1"], "budget_bits is -1"),
+        (["--budget-bits", "0.5"], "floor"),
+        (["--protocol", "twice"], "unknown protocol 'twice'; accepted: turns, oneshot"),
+        (["--needles", "99"], "99 needles; accepted: 0 to"),
+        (["--window", "33"], "window is 33"),
+        (["--dense-dtype", "int4"], "unknown dense_dtype 'int4'"),
+        (["--traces", "nowhere.jsonl"], "no such file"),
+        (["--traces", "bfcl:nothing"], "unknown traces 'bfcl:nothing'; accepted: bfcl:multi_turn_base"),
+        (["--limit", "0"], "limit is 0"),
+    ],
+)
+def test_wrong_usage_is_one_clear_line_and_exit_code_2(invoke: Any, good: Path, arguments: list[str], message: str) -> None:
+    result = invoke("eval", "--model", "tiny", "--traces", good, "--needles", "0", *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_missing_model_is_named(good: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["eval", "--model", "./no-such-folder", "--traces", str(good)])
+    assert result.exit_code == 2
+    assert "no-such-folder" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_tag_shows_spans(model_path: Callable[[str], Path], good: Path) -> None:
+    folder = str(model_path("smollm2"))
+    result = CliRunner().invoke(cli.app, ["tag", "--model", folder, "--traces", str(good), "--json"])
+    assert result.exit_code == 0, result.output
+    spans = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [s["start"] for s in spans[1:]] == [s["end"] for s in spans[:-1]]
+    assert {s["role"] for s in spans} == {"inst", "user", "assistant", "tool_call", "obs", "delim"}
+    table = CliRunner().invoke(cli.app, ["tag", "--model", folder, "--traces", str(good)])
+    assert table.exit_code == 0
+    assert "tool_call" in table.stdout
+
+
+def test_demo_writes_the_report_and_a_row_for_each_setting(invoke: Any, good: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    result = invoke("demo", "--model", "tiny", "--traces", good, "--report", report)
+    assert result.exit_code == 0, result.output
+    for name in ("full", "uniform INT4", "uniform INT3", "uniform INT2", "role"):
+        assert name in result.stdout
+    assert report.read_text().startswith("<!doctype html>")
+
+
+def test_the_demo_conversation_is_a_long_agent_conversation() -> None:
+    from kvstrata.eval.demo import example
+    from kvstrata.eval.traces import load_traces
+
+    (trace,) = load_traces(str(example())).traces
+    roles = [m["role"] for m in trace.messages]
+    assert roles.count("user") >= 4
+    assert roles.count("tool") == sum(len(m.get("tool_calls", ())) for m in trace.messages) >= 4
+    assert sum(len(str(m)) for m in (*trace.messages, *trace.tools)) > 4 * 1500
+
+
+def test_chat_answers_each_line_until_the_input_ends(invoke: Any) -> None:
+    result = invoke("chat", "--model", "tiny", "--tier", "INT4", "--max-new-tokens", "4", input="hello\nand again\n")
+    assert result.exit_code == 0, result.output
+    reports = [line for line in result.stderr.splitlines() if " bits, " in line]
+    assert len(reports) == 2
+    # the second turn reuses the first
+    assert int(reports[1].split(" reused")[0].split()[-1]) > 0
+
+
+def test_the_module_runs_and_help_is_light() -> None:
+    help_ = subprocess.run([sys.executable, "-m", "kvstrata", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(command in help_.stdout for command in ("demo", "tag", "eval", "chat"))
+    code = "import sys, kvstrata.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    light = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert light.stdout.strip() == "[]"
