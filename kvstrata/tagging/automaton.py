@@ -62,36 +62,55 @@ def header_length(units: str) -> int:
     return match.end() if match else 0
 
 
-def _pattern(text: str, first: bool, last: bool, capture: bool) -> str:
-    """Regular expression of one part. White space beside a special token or at the mark's end may be missing, as in generated text."""
-    out = []
-    for piece in re.findall(r"[ \n\t\r]+|\u0fff|[^ \n\t\r\u0fff]+", text):
-        out.append(r"[^\n\u1000-\uffff]{0,200}?" if piece == HOLE else re.escape(piece))
+def _pattern(text: str, first: bool, loose: bool | None) -> str:
+    """Regular expression of one part, a group of its own.
+
+    White space beside a special token may be missing, as in generated text; so may that at the mark's end, if the mark is `loose` (None:
+    this part is not the end).
+    """
     runs = re.findall(r"[ \n\t\r]+|\u0fff|[^ \n\t\r\u0fff]+", text)
+    out = []
     for i, run in enumerate(runs):
+        is_end = i == len(runs) - 1 and loose is not None
         beside = (i > 0 and is_special(runs[i - 1][-1])) or (i + 1 < len(runs) and is_special(runs[i + 1][0])) or (i == 0 and not first)
-        if run[0] in WHITESPACE and (beside or (last and i == len(runs) - 1 and i > 0)):
-            out[i] = f"(?:{out[i]})?"
-    return f"({''.join(out)})" if capture else "".join(out)
+        optional = run[0] in WHITESPACE and (bool(loose) and (i > 0 or not first) if is_end else beside)
+        piece = r"[^\n\u1000-\uffff]{0,200}?" if run == HOLE else re.escape(run)
+        out.append(f"(?:{piece})?" if optional else piece)
+    return f"({''.join(out)})"
 
 
-def _regex(mark: Mark, capture: bool) -> str:
+def _regex(mark: Mark) -> str:
     n = len(mark.parts)
-    body = "".join(_pattern(text, i == 0, i == n - 1, capture) for i, (text, _) in enumerate(mark.parts))
+    # where white space alone tells the mark from other text, it is not optional
+    loose = not mark.guard and (mark.target is not State.USER or any(role is Role.DELIM for _, role in mark.parts))
+    body = "".join(_pattern(text, i == 0, loose if i == n - 1 else None) for i, (text, _) in enumerate(mark.parts))
     return body + (f"(?!{re.escape(mark.guard)})" if mark.guard else "")
+
+
+def _uncaptured(regex: str) -> str:
+    return re.sub(r"(?<!\\)\((?!\?)", "(?:", regex)
+
+
+def _precedence(mark: Mark) -> tuple[bool, bool, bool]:
+    """Of marks with one text, the greatest counts.
+
+    Where a template gives a result the envelope of a user's message, what follows a call or a result is a result, and anything else is the
+    user's; where it writes what is said before a call as a thought, it is one.
+    """
+    after_call = mark.source in (State.CALL, State.OBS)
+    return (mark.target is (State.OBS if after_call else State.USER), mark.target is State.REASONING, mark.target is not State.GAP)
 
 
 class Automaton:
     def __init__(self, marks: Sequence[Mark]) -> None:
-        # where a template gives a result the envelope of a user's message, what follows a call is the result
-        ranked = sorted(marks, key=lambda m: (m.target is State.OBS and m.source in (State.CALL, State.OBS), m.target is not State.GAP))
+        ranked = sorted(marks, key=_precedence)
         unique = {(m.source, m.text): m for m in ranked if m.text.strip(WHITESPACE + HOLE)}
         self.marks: dict[State, list[Mark]] = {state: [] for state in State}
         # the longest first, so that a call's opening is preferred to the bare header that begins it
         for mark in sorted(unique.values(), key=lambda m: (-len(m.text), m.text)):
             self.marks[mark.source].append(mark)
-        self.search = {s: re.compile("|".join(f"({_regex(m, False)})" for m in ms)) for s, ms in self.marks.items() if ms}
-        self.parts = {s: [re.compile(_regex(m, True)) for m in ms] for s, ms in self.marks.items()}
+        self.search = {s: re.compile("|".join(f"({_uncaptured(_regex(m))})" for m in ms)) for s, ms in self.marks.items() if ms}
+        self.parts = {s: [re.compile(_regex(m)) for m in ms] for s, ms in self.marks.items()}
         holes = max((m.text.count(HOLE) for ms in self.marks.values() for m in ms), default=0)
         self.reach = max((len(m.text) + len(m.guard) for ms in self.marks.values() for m in ms), default=0) + 200 * holes + 1
         """No match can begin further than this from the text that completes it."""

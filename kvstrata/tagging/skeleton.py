@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvstrata.tagging.automaton import WHITESPACE, Mark, is_special
+from kvstrata.tagging.automaton import WHITESPACE, Mark, header_length, is_special
 from kvstrata.tagging.probe import Piece, Probe, Render, probes
 from kvstrata.tagging.roles import ROLES, State
 from kvstrata.types import Role
@@ -21,8 +21,9 @@ from kvstrata.types import Role
 ROLE_NAMES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response")
 THINK = ("<think>", "</think>")
 TOOL_CALL = ("<tool_call>", "</tool_call>")
-_TAG = re.compile(r"[ \n\t\r]*(?:[\u1000-\uffff]|<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\])")
+_TAG = re.compile(r"[ \n\t\r]*(?:[\u1000-\uffff]|<[^<>\s=]{1,40}[>\s=]|\[[^\[\]\s]{1,40}\])")
 _HEADING = re.compile(r"[A-Za-z_][^\n<\[{\u1000-\uffff]{0,80}(?=[\n<\[{\u1000-\uffff]|\Z)[\u1000-\uffff]?[ \n\t\r]*")
+_NAME = re.compile(r"[\w .=:\u0fff-]{1,80}", re.ASCII)
 _PLAIN = (State.USER, State.ASSISTANT)
 _DEEP = (State.CALL, State.REASONING, State.OBS, State.INST, State.SCHEMA)
 _INST = (State.START, State.INST, State.SCHEMA)
@@ -43,6 +44,9 @@ class Skeleton:
 def learn(render: Render, units: Callable[[str], str]) -> Skeleton:
     """render(messages, tools, **kwargs) -> text, or raises; units: text -> units (vocabulary.py)."""
     literals = _literals(render, units)
+    merged = any(not text.strip(WHITESPACE) for text in literals.get((State.INST, State.USER), ()))
+    if merged:
+        literals = _merge_system(literals)
     thinks = _thinks(literals, units)
     for (_, target), texts in literals.items():
         if target is State.ASSISTANT:
@@ -51,6 +55,10 @@ def learn(render: Render, units: Callable[[str], str]) -> Skeleton:
             texts.clear()
             texts.update(dict.fromkeys(kept))
     for source in State:
+        # a prompt that opens a thought opens no answer
+        thoughts = {text.rstrip(WHITESPACE) for text in literals.get((source, State.REASONING), ())}
+        for text in [t for t in literals.get((source, State.ASSISTANT), {}) if t.rstrip(WHITESPACE) in thoughts]:
+            del literals[source, State.ASSISTANT][text]
         # what opens an answer by itself is no end, though it is all that stands after the last message
         answers = literals.get((source, State.ASSISTANT), {})
         for text in [t for t in literals.get((source, State.GAP), {}) if t in answers]:
@@ -62,7 +70,6 @@ def learn(render: Render, units: Callable[[str], str]) -> Skeleton:
         # a schema that ends like any instruction is one
         marks = [mark for mark in marks if mark.source not in _INST or mark.target is not State.SCHEMA]
     marks = _shared(marks) + _inner(marks, thinks, units) + marks
-    merged = any(not text.strip(WHITESPACE) for text in literals.get((State.INST, State.USER), ()))
     return Skeleton(tuple(_split_footers(marks)), merged, _roles(render))
 
 
@@ -95,14 +102,29 @@ def _literals(render: Render, units: Callable[[str], str]) -> Literals:
     return seen
 
 
+def _merge_system(literals: Literals) -> Literals:
+    """Literals of a template whose system message begins a user's, with nothing between: by ids alone it is the user's text."""
+    out: Literals = defaultdict(dict)
+    for (source, target), texts in literals.items():
+        if source is not State.INST:
+            out[source, State.USER if target is State.INST else target].update(texts)
+    return out
+
+
 def _thinks(literals: Literals, units: Callable[[str], str]) -> tuple[str, ...]:
     """Tags that open a thought."""
     found = {units(THINK[0]): None}
+    closers = [t.strip(WHITESPACE) for t in literals.get((State.REASONING, State.ASSISTANT), ()) if t.strip(WHITESPACE)]
     for source in (State.USER, State.OBS):
-        plain = min(literals.get((source, State.ASSISTANT), {"": None}), key=len)
+        answers = [*literals.get((source, State.ASSISTANT), ())]
+        plain = min(answers, key=len, default="")
         for text in literals.get((source, State.REASONING), ()):
             tag = _TAG.match(text.removeprefix(plain))
-            if plain and text.startswith(plain) and tag:
+            if not plain or not text.startswith(plain) or not tag:
+                continue
+            # an answer that begins likewise has an empty thought, or the tag opens more than thoughts
+            rests = [a[len(plain + tag[0]) :] for a in answers if a.startswith(plain + tag[0])]
+            if all(any(closer in rest for closer in closers) for rest in rests):
                 found[tag[0].strip(WHITESPACE)] = None
     return tuple(found)
 
@@ -116,20 +138,32 @@ class _Labeller:
     @functools.cache  # noqa: B019  lives as long as its learning
     def core(self, text: str) -> tuple[int, int]:
         """[start, end) of the longest stretch of an envelope in `text`, or (0, 0)."""
-        best, most = (0, 0), 2
+        best, most = (0, 0), 0
         for envelope in self.envelopes:
-            match = difflib.SequenceMatcher(None, text, envelope, autojunk=False).find_longest_match()
-            found = text[match.a : match.a + match.size]
-            weight = sum(5 if is_special(c) else c not in WHITESPACE for c in found)
             # a word of prose is no envelope where envelopes are made of special tokens
-            if weight > most and any(map(is_special, found)) >= any(map(is_special, envelope)):
-                best, most = (match.a, match.a + match.size), weight
+            least = 5 if any(map(is_special, envelope)) else 3
+            runs: list[tuple[int, int, int]] = []
+            for block in difflib.SequenceMatcher(None, text, envelope, autojunk=False).get_matching_blocks():
+                found = text[block.a : block.a + block.size]
+                weight = sum(5 if is_special(c) else c not in WHITESPACE for c in found)
+                if weight < least:
+                    continue
+                if runs and _NAME.fullmatch(text, runs[-1][1], block.a):
+                    # the same envelope with another role's name in it
+                    runs[-1] = (runs[-1][0], block.a + block.size, runs[-1][2] + weight)
+                else:
+                    runs.append((block.a, block.a + block.size, weight))
+            for start, end, weight in runs:
+                if weight > most:
+                    best, most = (start, end), weight
         return best
 
     def parts(self, source: State, target: State, text: str) -> list[tuple[str, Role]]:
         start, end = self.core(text)
         if start == end:
-            return [(text, self._inside(source, target))]
+            header = header_length(text) if source is State.START else 0
+            bare = ((text[:header], Role.DELIM), (text[header:], self._inside(source, target)))
+            return [part for part in bare if part[0]]
         heading = _HEADING.match(text, end) if target is not State.SCHEMA and text[end - 1] not in WHITESPACE else None
         stop = heading.end() if heading else end
         left = Role.DELIM if source in (*_PLAIN, State.GAP) else ROLES[source]
@@ -145,6 +179,7 @@ class _Labeller:
 
 def _marks(source: State, target: State, literals: Literals, label: _Labeller, thinks: tuple[str, ...]) -> list[Mark]:
     guard = ""
+    closers = tuple(literals.get((State.REASONING, State.ASSISTANT), ()))
     texts: Iterable[str] = literals[source, target]
     others = [t for (s, other), found in literals.items() if s is source and other not in (target, State.GAP) for t in found]
     if target is State.SCHEMA:
@@ -155,11 +190,12 @@ def _marks(source: State, target: State, literals: Literals, label: _Labeller, t
         texts = [text for text in texts if text not in bare] + ([functools.reduce(_common_suffix, bare)] if bare else [])
         guard = "{" if source is State.SCHEMA else ""
     marks = []
-    for text in dict.fromkeys(texts):
+    for text in filter(str.strip, dict.fromkeys(texts)):
         parts = label.parts(source, target, text)
+        left: list[tuple[str, Role]] = []
         if len(parts) > 1 and parts[0][1] is ROLES[source]:
             # what stands before the first delimiter varies with the content, and in the source's state it has its role anyway
-            parts = parts[1:]
+            left, parts = parts[:1], parts[1:]
         last, role = parts[-1]
         tag = _TAG.match(last)
         if target in (State.CALL, State.REASONING, State.OBS) and role is ROLES[target] and tag and (len(parts) > 1 or source in _PLAIN):
@@ -169,14 +205,21 @@ def _marks(source: State, target: State, literals: Literals, label: _Labeller, t
             opening = text[: len(text) - len(last) + tag.end()]
             if not any(other.startswith(opening) for other in others):
                 parts[-1] = (tag[0], role)
-        if source is State.REASONING and len(parts) == 1 and target is State.CALL:
+        if source is State.REASONING and len(parts) == 1 and target is State.CALL and text.startswith(closers):
             # the thought's end, then the call's beginning: two marks
             continue
+        if target in (State.INST, State.SCHEMA) and parts[-1][1] is Role.INST:
+            # a long preamble may hold a date
+            parts[-1] = (parts[-1][0][:60], Role.INST)
         bare_mark = all(role is not Role.DELIM for _, role in parts)
-        if bare_mark and target is State.GAP:
+        if bare_mark and (target is State.GAP or (source in _INST and target is State.ASSISTANT)):
+            # no end of a message; an answer straight after the instructions, whose end comes before every user's message too
             continue
         sources = _INST if source in _INST and not bare_mark else (State.START, State.INST) if source is State.START else (source,)
         marks += [Mark(s, target, tuple(parts), guard=guard if bare_mark else "") for s in sources]
+        if left and source not in (State.CALL, State.SCHEMA, State.START) and len(left[0][0]) < 80:
+            # whole, it is longer than a mark that begins likewise
+            marks.append(Mark(source, target, (*left, *parts)))
     return marks
 
 
@@ -216,6 +259,7 @@ def _inner(marks: list[Mark], thinks: tuple[str, ...], units: Callable[[str], st
 def _split_footers(marks: list[Mark]) -> list[Mark]:
     """Cut each opening delimiter into the last message's end and the next one's beginning: the turn grows between them, and the beginning
     is a mark of its own after an end that was met alone."""
+    ends = {m.source: m.parts[0][0] for m in marks if m.target is State.GAP and m.parts[0][1] is Role.DELIM}
     footers = sorted({m.parts[0][0] for m in marks if m.target is State.GAP and m.parts[0][1] is Role.DELIM}, key=len, reverse=True)
     out = []
     for mark in marks:
@@ -230,7 +274,12 @@ def _split_footers(marks: list[Mark]) -> list[Mark]:
         out.append(Mark(mark.source, mark.target, parts, min(n, 1) if mark.target is State.USER else -1, mark.guard))
         if head and (is_special(head[0][0][0]) or len(head[0][0].strip(WHITESPACE)) > 3):
             out.append(Mark(State.GAP, mark.target, head, 0 if mark.target is State.USER else -1))
-    return out
+    # neighbours that no probe could bring together
+    starts = [mark for mark in out if mark.source is State.GAP]
+    crossed = [
+        Mark(s, m.target, ((end, Role.DELIM), *m.parts), m.turn_part + (m.turn_part >= 0)) for s, end in ends.items() for m in starts
+    ]
+    return crossed + out
 
 
 def _shows(render: Render, messages: list[dict[str, Any]]) -> bool:
