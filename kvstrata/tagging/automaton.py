@@ -83,7 +83,7 @@ def _regex(mark: Mark) -> str:
     n = len(mark.parts)
     # where white space alone tells the mark from other text, it is not optional
     loose = not mark.guard and (mark.target is not State.USER or any(role is Role.DELIM for _, role in mark.parts))
-    body = "".join(_pattern(text, i == 0, loose if i == n - 1 else None) for i, (text, _) in enumerate(mark.parts))
+    body = "".join(_pattern(text, i == 0 and not loose, loose if i == n - 1 else None) for i, (text, _) in enumerate(mark.parts))
     return body + (f"(?!{re.escape(mark.guard)})" if mark.guard else "")
 
 
