@@ -16,16 +16,17 @@ def results_table(results: Sequence[Result]) -> Table:
     needles = any(r.needles for r in results)
     title = f"{first.model}, {first.protocol}, {first.tokens:,} tokens"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    # one or the other: more does not fit in 80 columns
-    shown = ["facts", "log p"] if needles else ["p95"]
-    for name in ("setting", "bits", "MiB", "bf16", "KL", "top-1", "calls", *shown, "reuse", "s"):
+    # facts or the percentile: more does not fit in 80 columns
+    losses = ["KL", "top-1", "calls", "facts", "log p"] if needles else ["KL", "p95", "top-1", "calls"]
+    for name in ("setting", "bits", "MiB", "bf16", *losses, "reuse", "s"):
         table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
     for r in results:
         stored = sum(o.bytes_in_use for o in r.outcomes)
         share = stored / max(sum(o.bytes_bf16 for o in r.outcomes), 1)
-        more = [f"{r.needle_hits}/{r.needles}", f"{r.needle_logp:.2f}"] if needles else [figure(r.kl_p95)]
-        figures = [f"{r.bits_per_element:.2f}", f"{stored / 2**20:.2f}", f"{share:.0%}", figure(r.kl_mean), percent(r.top1)]
-        table.add_row(r.label, *figures, percent(r.tool_call_top1), *more, percent(r.reuse), f"{r.seconds:.1f}")
+        cells = {"KL": figure(r.kl_mean), "p95": figure(r.kl_p95), "top-1": percent(r.top1), "calls": percent(r.tool_call_top1)}
+        cells |= {"facts": f"{r.needle_hits}/{r.needles}", "log p": f"{r.needle_logp:.2f}"}
+        sizes = (f"{r.bits_per_element:.2f}", f"{stored / 2**20:.2f}", f"{share:.0%}")
+        table.add_row(r.label, *sizes, *(cells[name] for name in losses), percent(r.reuse), f"{r.seconds:.0f}")
     return table
 
 
