@@ -8,12 +8,10 @@ from torch import Tensor
 from kvstrata.ops import backend, dense, quant
 from kvstrata.ops.merge import merge
 from kvstrata.ops.table import PageTable, Segment, live_tokens
-from kvstrata.types import Tier
+from kvstrata.types import PAGE_SIZE, Tier
 
-MIN_TILE_PAGES, MAX_TILE_PAGES = 16, 128
-"""Pages that are in floating point at a time: what bounds the reference's extra memory."""
-TILE_SCORES = 1 << 17
-"""Queries a KV head times pages of a tile, at most, above MIN_TILE_PAGES."""
+TILE_PAGES = 32
+"""Pages that are in floating point at a time: what bounds the reference's extra memory, and what fits a core's cache."""
 
 DecodePages = Callable[[Tensor, Tier, int], tuple[Tensor, Tensor]]
 """Codec: (frames uint8 [P, n, H, FB], tier, head_dim) -> k, v float32 [P, 32, H, D]."""
@@ -42,22 +40,25 @@ def decode_ref(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dens
     return out[:, 0].to(q.dtype), lse[:, 0]
 
 
+Half = Tensor | quant.Unpacked
+"""K or V of a tile: float32 [P, H, 32, D], or unpacked planes, whose channels are in word order."""
+
+
 def tiles(
     segment: Segment, arena: Tensor, head_dim: int, dense_dtype: torch.dtype, decode_pages: DecodePages, tile_pages: int
-) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
-    """Pages in floating point, a tile of one sequence at a time: (b, k [P, H, 32, D], v [P, H, 32, D], live bool [P, H, 32] or None).
-
-    The planes codec's channels are in word order: unpacked, not moved.
-    """
+) -> Iterator[tuple[int, Half, Half, Tensor | None]]:
+    """Pages of one sequence, a tile at a time: (b, k, v, live bool [P, H, 32] or None)."""
     live = None if segment.live is None else live_tokens(segment, arena.shape[1])
     for b, count in enumerate(segment.counts.tolist()):
         for start in range(0, count, tile_pages):
             end = min(start + tile_pages, count)
             frames = arena[segment.frames[b, start:end].long()]
+            k: Half
+            v: Half
             if segment.tier is Tier.BF16:
                 k, v = (x.float().transpose(1, 2) for x in dense.from_frames(frames, head_dim, dense_dtype))
             elif decode_pages is quant.decode:
-                k, v = quant.decode_words(frames, segment.tier, head_dim)
+                k, v = quant.unpack(frames, segment.tier, head_dim)
             else:
                 k, v = (x.transpose(1, 2) for x in decode_pages(frames, segment.tier, head_dim))
             yield b, k, v, None if live is None else live[b, start:end]
@@ -75,12 +76,11 @@ def attend_pages(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, de
     out = torch.zeros(b, h, rows, d, device=q.device)
     lse = torch.full((b, h, rows), -torch.inf, device=q.device)
     order = quant.word_order(d).to(q.device)
-    tile_pages = max(MIN_TILE_PAGES, min(MAX_TILE_PAGES, TILE_SCORES // rows))
+    in_words = folded[..., order]
     for segment in table.segments:
-        words = segment.tier is not Tier.BF16 and decode_pages is quant.decode
-        queries = folded[..., order] if words else folded
-        for i, k, v, live in tiles(segment, arena, d, dense_dtype, decode_pages, tile_pages):
-            part, part_lse = _attend_tile(queries[i], k, v, live)
+        for i, k, v, live in tiles(segment, arena, d, dense_dtype, decode_pages, TILE_PAGES):
+            words = isinstance(k, quant.Unpacked)
+            part, part_lse = _attend_tile(in_words[i] if words else folded[i], k, v, live)
             if words:
                 part = torch.empty_like(part).index_copy_(-1, order, part)
             out[i], lse[i] = merge(torch.stack([out[i], part]), torch.stack([lse[i], part_lse]))
@@ -90,20 +90,25 @@ def attend_pages(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, de
     )
 
 
-def _attend_tile(q: Tensor, k: Tensor, v: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q [H, R, D] against k, v [P, H, 32, D], live bool [P, H, 32] or None -> out [H, R, D], lse [H, R]."""
-    pages, h, size, _ = k.shape
-    rows = q.shape[1]
-    if rows > size:
-        # many queries: one product a head is worth moving the tile
-        k, v = (x.transpose(0, 1).reshape(1, h, pages * size, -1) for x in (k, v))
-        live = None if live is None else live.transpose(0, 1).reshape(1, h, -1)
-    scores = q @ k.transpose(2, 3)  # [P, H, R, 32] or [1, H, R, S]
+def _attend_tile(q: Tensor, k: Half, v: Half, live: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q [H, R, D] against a tile, live bool [P, H, 32] or None -> out [H, R, D], lse [H, R]."""
+    if q.shape[1] > PAGE_SIZE:
+        # many queries: to dequantize the tile costs less than to scale every query by it, and one product a head pays for a move
+        k, v = (x.dequantize() if isinstance(x, quant.Unpacked) else x for x in (k, v))
+        k, v = (x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3]) for x in (k, v))
+        live = None if live is None else live.transpose(0, 1).reshape(1, q.shape[0], -1)
+    if isinstance(k, quant.Unpacked):
+        scores = (q * k.scale) @ k.steps.transpose(2, 3) + (q * k.lo).sum(-1, keepdim=True)
+    else:
+        scores = q @ k.transpose(2, 3)  # [P, H, R, 32] or [1, H, R, S]
     if live is not None:
         scores = scores.masked_fill(~live[:, :, None, :], -torch.inf)
     # a tile without a live token has maximum -inf: subtract 0 instead
     top = scores.amax((0, 3), keepdim=True)
     p = torch.exp(scores - torch.where(torch.isinf(top), 0.0, top))
     total = p.sum((0, 3))
-    out = (p @ v).sum(0) / torch.where(total == 0, 1.0, total)[..., None]
-    return out, torch.log(total) + top[0, :, :, 0]
+    if isinstance(v, quant.Unpacked):
+        weighed = (p * v.scale.transpose(2, 3)) @ v.steps + (p @ v.lo)
+    else:
+        weighed = p @ v
+    return weighed.sum(0) / torch.where(total == 0, 1.0, total)[..., None], torch.log(total) + top[0, :, :, 0]

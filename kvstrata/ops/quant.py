@@ -14,6 +14,7 @@ for which a group lies inside, so no element is off by more than s/2 at 4 bits. 
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,8 +194,22 @@ def word_order(head_dim: int) -> Tensor:
     return torch.arange(head_dim).view(frame.NUM_FIELDS, -1).T.flatten()
 
 
-def decode_words(frames: Tensor, tier: Tier, head_dim: int) -> tuple[Tensor, Tensor]:
-    """`decode` without moving what it unpacks: k, v float32 [P, H, 32, D], channels in word order."""
+class Unpacked(NamedTuple):
+    """One of K and V of some pages, unpacked but not dequantized: lo + scale * steps. Channels are in word order.
+
+    steps float32 [P, H, 32, D]; scale, lo float32 [P, H, 1, D] (K) or [P, H, 32, 1] (V).
+    """
+
+    steps: Tensor
+    scale: Tensor
+    lo: Tensor
+
+    def dequantize(self) -> Tensor:
+        return torch.addcmul(self.lo, self.steps, self.scale)
+
+
+def unpack(frames: Tensor, tier: Tier, head_dim: int) -> tuple[Unpacked, Unpacked]:
+    """uint8 [P, n, H, frame_bytes] -> K and V, v still rotated: `decode` without moving or multiplying what it unpacks."""
     w = frame.words(frames).unbind(1)
     k_index, v_index = _planes_of(tier)
     k_meta, v_meta = frame.split_metadata(w[0], w[1], head_dim)
@@ -203,10 +218,11 @@ def decode_words(frames: Tensor, tier: Tier, head_dim: int) -> tuple[Tensor, Ten
     v_scale, v_lo = embedding(v_meta, _metadata_table(V_UNIT).to(v_meta.device))[..., None, :].unbind(-1)
     k = _steps([frame.k_words(w[i], head_dim) for i in k_index]).flatten(3)
     v = _steps([frame.v_words(w[i], head_dim) for i in v_index]).flatten(3)
-    return torch.addcmul(k_lo, k, k_scale), torch.addcmul(v_lo, v, v_scale)
+    return Unpacked(k, k_scale, k_lo), Unpacked(v, v_scale, v_lo)
 
 
 def decode(frames: Tensor, tier: Tier, head_dim: int) -> tuple[Tensor, Tensor]:
     """Unpack and dequantize pages: uint8 [P, n, H, frame_bytes], n >= tier.value -> k, v float32 [P, 32, H, D], v still rotated."""
-    k, v = (x.unflatten(3, (-1, frame.NUM_FIELDS)).transpose(3, 4).flatten(3).transpose(1, 2) for x in decode_words(frames, tier, head_dim))
+    words = (x.dequantize() for x in unpack(frames, tier, head_dim))
+    k, v = (x.unflatten(3, (-1, frame.NUM_FIELDS)).transpose(3, 4).flatten(3).transpose(1, 2) for x in words)
     return k, v
