@@ -59,10 +59,11 @@ def learn(render: Render, units: Callable[[str], str]) -> Skeleton:
         thoughts = {text.rstrip(WHITESPACE) for text in literals.get((source, State.REASONING), ())}
         for text in [t for t in literals.get((source, State.ASSISTANT), {}) if t.rstrip(WHITESPACE) in thoughts]:
             del literals[source, State.ASSISTANT][text]
-        # what opens an answer by itself is no end, though it is all that stands after the last message
+        # all that stands after the last message may open the answer: to a user or a tool it does, an answer it ends
         answers = literals.get((source, State.ASSISTANT), {})
+        wrong = State.ASSISTANT if source in (State.ASSISTANT, State.REASONING, State.CALL) else State.GAP
         for text in [t for t in literals.get((source, State.GAP), {}) if t in answers]:
-            del literals[source, State.GAP][text]
+            del literals[source, wrong][text]
     envelopes = dict.fromkeys(min(texts, key=len) for pair, texts in literals.items() if texts and _is_plain(*pair))
     label = _Labeller(tuple(envelopes))
     marks = [mark for pair in literals for mark in _marks(*pair, literals, label, thinks)]
@@ -259,7 +260,7 @@ def _inner(marks: list[Mark], thinks: tuple[str, ...], units: Callable[[str], st
 def _split_footers(marks: list[Mark]) -> list[Mark]:
     """Cut each opening delimiter into the last message's end and the next one's beginning: the turn grows between them, and the beginning
     is a mark of its own after an end that was met alone."""
-    ends = {m.source: m.parts[0][0] for m in marks if m.target is State.GAP and m.parts[0][1] is Role.DELIM}
+    ends = [mark for mark in marks if mark.target is State.GAP and any(role is Role.DELIM for _, role in mark.parts)]
     footers = sorted({m.parts[0][0] for m in marks if m.target is State.GAP and m.parts[0][1] is Role.DELIM}, key=len, reverse=True)
     out = []
     for mark in marks:
@@ -276,9 +277,7 @@ def _split_footers(marks: list[Mark]) -> list[Mark]:
             out.append(Mark(State.GAP, mark.target, head, 0 if mark.target is State.USER else -1))
     # neighbours that no probe could bring together
     starts = [mark for mark in out if mark.source is State.GAP]
-    crossed = [
-        Mark(s, m.target, ((end, Role.DELIM), *m.parts), m.turn_part + (m.turn_part >= 0)) for s, end in ends.items() for m in starts
-    ]
+    crossed = [Mark(e.source, s.target, e.parts + s.parts, len(e.parts) if s.turn_part == 0 else -1) for e in ends for s in starts]
     return crossed + out
 
 
