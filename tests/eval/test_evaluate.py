@@ -115,11 +115,11 @@ def test_figures_show_every_setting_and_gate(tokenizer: Any, model: Any) -> None
 def test_smollm2_remembers_at_int4_what_it_is_told(model_path: Callable[[str], Path]) -> None:
     loaded, tokenizer = load(model_path("smollm2"), torch.float32)
     settings = [FULL, Setting(tier=Tier.INT4), Setting("window", options=(("recent", 64),))]
-    done = evaluate(loaded, tokenizer, load_traces("recall:12").traces, settings, name="smollm2", protocol="oneshot")
+    done = evaluate(loaded, tokenizer, load_traces("recall:9").traces, settings, name="smollm2", protocol="oneshot")
     full, int4, window = done.results
     assert full.kl_mean < 1e-5
     assert int4.kl_mean < 0.02
-    assert full.needles == 4
+    assert full.needles == 3
     # chance is about -9 nats for four digits
     assert full.needle_logp > -3
     assert abs(int4.needle_logp - full.needle_logp) < 1
