@@ -22,15 +22,17 @@ import triton.language as tl
 from torch import Tensor
 
 from kvstrata.ops import backend, frame
-from kvstrata.ops.quant_kernel import OFFSET_UNIT, fields, fma2, mul2, offset_of, scale_of, weight, weight_of
+from kvstrata.ops.quant_kernel import OFFSET_UNIT, fields, fma2, mul2, offset_of, pair_offsets, pair_scales, scale_of, weight, weight_of
 from kvstrata.ops.table import PageTable
 from kvstrata.types import Tier
 
 TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
 """The order in which a sequence's programs take its tiers."""
-COSTS = {Tier.BF16: 24, Tier.INT8: 20, Tier.INT4: 13, Tier.INT3: 11, Tier.INT2: 10}
+COSTS = {Tier.BF16: 110, Tier.INT8: 48, Tier.INT4: 27, Tier.INT3: 23, Tier.INT2: 20}
 """What a page costs a program, relative to the others (measured)."""
-NUM_STAGES = 5
+NUM_STAGES = 3
+MAX_REGISTERS = None
+PROGRAMS_PER_SM = 8
 P_BITS = tl.constexpr(14.0)
 """Probabilities are relative to the largest so far, times 2**14: small ones stay normal numbers in fp16."""
 
@@ -64,13 +66,6 @@ def transpose8(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def channel_lanes(x):
-    """K metadata [8 * CB] as loaded, each quad lane's values side by side -> in order of (field, channel of the field)."""
-    N: tl.constexpr = x.shape[0]
-    return tl.reshape(tl.permute(tl.reshape(x, [4, N // 8, 2]), (1, 0, 2)), [N])
-
-
-@triton.jit
 def split8(x):
     """[R, 8 * CB] -> eight [R, CB]."""
     R: tl.constexpr = x.shape[0]
@@ -96,109 +91,137 @@ def top(x, G: tl.constexpr):
 
 
 @triton.jit
-def twice(x):
-    """[16, G] -> [32, G]: the rows again."""
-    return tl.reshape(tl.permute(tl.join(x, x), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
+def frame_ids(row_ptr, N: tl.constexpr):
+    ids = ()
+    for i in tl.static_range(N):
+        ids = ids + (tl.load(row_ptr + i).to(tl.int64),)
+    return ids
 
 
 @triton.jit
-def plane_words(arena_ptr, id, stride_frame, offs, mask, FULL: tl.constexpr):
+def plane_words(base, offs, mask, FULL: tl.constexpr):
     if FULL:
-        return tl.load(arena_ptr + id.to(tl.int64) * stride_frame + offs)
-    return tl.load(arena_ptr + id.to(tl.int64) * stride_frame + offs, mask=mask, other=0)
+        return tl.load(base + offs)
+    return tl.load(base + offs, mask=mask, other=0)
 
 
 @triton.jit
-def load_page(arena_ptr, row_ptr, stride_frame, N: tl.constexpr, K_PLANES: tl.constexpr, V_PLANES: tl.constexpr, D: tl.constexpr, CB: tl.constexpr):
+def load_page(arena_ptr, ids, stride_frame, K_PLANES: tl.constexpr, V_PLANES: tl.constexpr, D: tl.constexpr, CB: tl.constexpr):
     """K_PLANES times words [32, CB], V_PLANES times words [CB, 32], metadata of K [8 * CB] and of V [16] (two words of 16 bits each)."""
     C: tl.constexpr = D // 8
     FULL: tl.constexpr = CB == C
     offs_t = tl.arange(0, 32)
     offs_c = tl.arange(0, CB)
-    k_offs = offs_t[:, None] * C + offs_c[None, :]
-    v_offs = offs_c[:, None] * 32 + offs_t[None, :]
     k_mask = (offs_c < C)[None, :]
     v_mask = (offs_c < C)[:, None]
-    k_id = tl.load(row_ptr)
-    v_id = tl.load(row_ptr + 1)
-    k = (plane_words(arena_ptr, k_id, stride_frame, k_offs, k_mask, FULL),)
-    v = (plane_words(arena_ptr, v_id, stride_frame, v_offs, v_mask, FULL),)
+    k_base = arena_ptr + ids[0] * stride_frame
+    v_base = arena_ptr + ids[1] * stride_frame
+    k = (plane_words(k_base, offs_t[:, None] * C + offs_c[None, :], k_mask, FULL),)
+    v = (plane_words(v_base, offs_c[:, None] * 32 + offs_t[None, :], v_mask, FULL),)
     for i in tl.static_range(1, K_PLANES):
-        id = tl.load(row_ptr + 2 * i)
-        k = k + (plane_words(arena_ptr, id, stride_frame, k_offs, k_mask, FULL),)
+        k = k + (plane_words(arena_ptr + ids[2 * i] * stride_frame, offs_t[:, None] * C + offs_c[None, :], k_mask, FULL),)
     for i in tl.static_range(1, V_PLANES):
-        id = tl.load(row_ptr + 2 * i + 1)
-        v = v + (plane_words(arena_ptr, id, stride_frame, v_offs, v_mask, FULL),)
-    k_base = arena_ptr + k_id.to(tl.int64) * stride_frame
-    v_base = arena_ptr + v_id.to(tl.int64) * stride_frame
+        v = v + (plane_words(arena_ptr + ids[2 * i + 1] * stride_frame, offs_c[:, None] * 32 + offs_t[None, :], v_mask, FULL),)
+    # half of the metadata is in K's frame and half in V's: by arithmetic, for a choice between pointers upsets the compiler's layouts
+    apart = (ids[1] - ids[0]) * stride_frame
     # element of the stored order: lane of a quad, field, half, pair
     offs_m = tl.arange(0, 8 * CB)
     if FULL:
-        at = tl.max_contiguous(tl.multiple_of(offs_m, 8), 8)
+        at = offs_m
         ok = offs_m >= 0
     else:
         c = offs_m % (CB // 4) // 2 * 8 + offs_m // (2 * CB) * 2 + offs_m % 2
         channel = offs_m % (2 * CB) // (CB // 4) * C + c
         at = channel % 8 // 2 * (D // 4) + channel // 8 * 2 + channel % 2
         ok = c < C
-    front = at < D // 2
-    k_meta_ptr = tl.where(front, k_base, v_base - D // 2) + (4 * D + at)
+    k_meta_ptr = k_base + (4 * D + at - at // (D // 2) * (D // 2)) + at // (D // 2) * apart
     if FULL:
         k_meta = tl.load(k_meta_ptr)
     else:
         k_meta = tl.load(k_meta_ptr, mask=ok, other=0)
     offs_w = tl.arange(0, 16)
-    k_wide = (k_base + (4 * D + D // 2)).to(tl.pointer_type(tl.uint32))
-    v_wide = (v_base + (4 * D + D // 2)).to(tl.pointer_type(tl.uint32))
-    v_meta = tl.load(tl.where(offs_w < 8, k_wide, v_wide - 8) + offs_w)
+    v_meta_ptr = k_base + (4 * D + D // 2 + offs_w % 8 * 2) + offs_w // 8 * apart
+    v_meta = tl.load(v_meta_ptr.to(tl.pointer_type(tl.uint32)))
     # flat: the interpreter returns no tuple inside a tuple
     return k + v + (k_meta, v_meta)
 
 
 @triton.jit
-def scores(q, page, weights, PLANES: tl.constexpr, V_PLANES: tl.constexpr, G: tl.constexpr, CB: tl.constexpr, ASM: tl.constexpr):
-    """[32 tokens, G heads] logits times 2**-16 / head factor. q: eight [G, CB]; page: of load_page."""
+def in_order(x):
+    """Metadata as loaded, a quad lane's values side by side, [4 * J * 2] of two pages interleaved -> [8 * J, 2] in order of channels or tokens."""
+    J: tl.constexpr = x.shape[0] // 16
+    return tl.reshape(tl.permute(tl.reshape(x, [4, J, 2, 2]), (1, 0, 2, 3)), [8 * J, 2])
+
+
+@triton.jit
+def halves(x):
+    """[N, 2] -> [16, N]: x[:, 0] in rows 0 to 7, x[:, 1] in rows 8 to 15."""
+    N: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.broadcast_to(tl.permute(x, (1, 0))[:, None, :], [2, 8, N]), [16, N])
+
+
+@triton.jit
+def eight_rows(x, SECOND: tl.constexpr):
+    """[16, G], rows equal in each half -> [32, G] of one half's rows."""
+    G: tl.constexpr = x.shape[1]
+    lo, hi = tl.split(tl.permute(tl.reshape(x, [2, 8, G]), (1, 2, 0)))
+    half = hi if SECOND else lo
+    pair = tl.join(half, half)
+    return tl.reshape(tl.permute(tl.join(pair, pair), (2, 3, 0, 1)), [32, G])
+
+
+@triton.jit
+def k_metadata(words, words2, weights, PLANES: tl.constexpr, ASM: tl.constexpr):
+    """Of the channels of two pages, fp16 [8 * CB, 2]: scales, and offsets (scale * steps * weight of the field / 2)."""
     middle: tl.constexpr = 1.5 if PLANES == 1 else (0.0 if PLANES == 2 else -7.5 / 16)
-    meta = page[PLANES + V_PLANES]
-    # offsets count in units of 2**-6, for the numbers of small ones to stay normal in fp16
-    z = pin(fma2(offset_of(meta, ASM), (weights * (OFFSET_UNIT / 64)).to(tl.float16), (weights * (middle / 64)).to(tl.float16), ASM))
-    s = pin(scale_of(meta, ASM))
-    s = split8(tl.broadcast_to(channel_lanes(s)[None, :], [G, 8 * CB]))
-    z = split8(tl.broadcast_to(channel_lanes(z)[None, :], [16, 8 * CB]))
+    words = tl.reshape(tl.join(words, words2), [2 * words.shape[0]])
+    s = scale_of(words, ASM)
+    z = fma2(offset_of(words, ASM), (weights * (OFFSET_UNIT * 0.5)).to(tl.float16), (weights * (middle * 0.5)).to(tl.float16), ASM)
+    return in_order(pin(s)), in_order(pin(mul2(s, z, ASM)))
+
+
+@triton.jit
+def v_metadata(pairs, PLANES: tl.constexpr, ASM: tl.constexpr):
+    """Of a page's tokens, fp16 [32]: scales, and offsets (scale * steps). pairs [16] hold two words each."""
+    middle: tl.constexpr = 1.5 if PLANES == 1 else (0.0 if PLANES == 2 else -7.5 / 16)
+    return tokens(pair_scales(pairs)), tokens(pair_offsets(pairs, middle, ASM))
+
+
+@triton.jit
+def tokens(x):
+    """Pairs of fp16 in 32 bits, [4 lanes * 4], as loaded -> [32] in order of tokens."""
+    lo = (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    hi = (x >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    x = tl.reshape(pin(tl.reshape(tl.join(lo, hi), [32])), [4, 4, 2])
+    return tl.reshape(tl.permute(x, (1, 0, 2)), [32])
+
+
+@triton.jit
+def scores(q, page, scale, start, PLANES: tl.constexpr, ASM: tl.constexpr):
+    """start + [32 tokens, G heads] logits times 2**-16 / head factor. q: eight [G, CB]; page: of load_page; scale [8 * CB]."""
+    G: tl.constexpr = q[0].shape[0]
+    s = split8(tl.broadcast_to(scale[None, :], [G, scale.shape[0]]))
     qs = ()
     for f in tl.static_range(8):
         qs = qs + (tl.trans(mul2(q[f], s[f], ASM)),)
-    off = tl.zeros([16, G], tl.float32)
-    for f in tl.static_range(8):
-        off = tl.dot(z[f], qs[f], off)
-    out = twice(off * 3.814697265625e-06)
     if PLANES == 4:
         fine = fields(page[2], page[3], 2, ASM)
         res = tl.zeros([32, G], tl.float32)
         for f in tl.static_range(8):
             res = tl.dot(fine[f], qs[f], res)
-        out += res * 0.0625
+        start += res * 0.0625
     code = fields(page[0], page[1 if PLANES > 1 else 0], 2 if PLANES > 1 else 1, ASM)
     for f in tl.static_range(8):
-        out = tl.dot(code[f], qs[f], out)
-    return out
+        start = tl.dot(code[f], qs[f], start)
+    return start
 
 
 @triton.jit
-def weigh(p, page, sums, K_PLANES: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr):
-    """Adds a page. p [32, G] fp16; sums: eight [CB, G] of p * scale * code, then [16, G] with equal rows, of p and of p * scale * offset."""
-    meta = page[K_PLANES + PLANES + 1]
-    middle: tl.constexpr = 1.5 if PLANES == 1 else (0.0 if PLANES == 2 else -7.5 / 16)
-    G: tl.constexpr = p.shape[1]
-    words = tl.reshape(tl.join((meta & 0xFFFF).to(tl.uint16), (meta >> 16).to(tl.uint16)), [32])
-    unit = tl.full([32], OFFSET_UNIT, tl.float16)
-    mid = tl.full([32], middle, tl.float16)
-    z = pin(fma2(offset_of(words, ASM), unit, mid, ASM))
-    s = pin(scale_of(words, ASM))
-    z = tl.reshape(tl.permute(tl.reshape(z, [4, 4, 2]), (1, 0, 2)), [32])
-    s = tl.reshape(tl.permute(tl.reshape(s, [4, 4, 2]), (1, 0, 2)), [32])
+def weigh(p, page, scale, offset, sums, K_PLANES: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr):
+    """Adds a page. p [32, G] fp16; scale, offset [32]; sums: eight [CB, G] of p * scale * code, and one [16, G] with the sum of p in
+    rows 0 to 7 and that of p * offset in rows 8 to 15."""
     p = transpose8(p, ASM)
-    ps = tl.trans(mul2(p, tl.broadcast_to(s[None, :], [G, 32]), ASM))
+    ps = tl.trans(mul2(p, tl.broadcast_to(scale[None, :], [p.shape[0], 32]), ASM))
     acc = sums
     if PLANES == 4:
         fine = fields(page[K_PLANES + 2], page[K_PLANES + 3], 2, ASM)
@@ -210,8 +233,7 @@ def weigh(p, page, sums, K_PLANES: tl.constexpr, PLANES: tl.constexpr, ASM: tl.c
     out = ()
     for f in tl.static_range(8):
         out = out + (tl.dot(code[f], ps, acc[f]),)
-    total = tl.dot(tl.full([16, 32], 1.0, tl.float16), tl.trans(p), sums[8])
-    return out + (total, tl.dot(tl.broadcast_to(z[None, :], [16, 32]), ps, sums[9]))
+    return out + (tl.dot(tl.full([16, 32], 1.0, tl.float16), tl.trans(p), sums[8]), tl.dot(tl.broadcast_to(offset[None, :], [16, 32]), tl.trans(p), sums[9]))
 
 
 @triton.jit
@@ -219,13 +241,6 @@ def keep(s, live):
     """-inf where a token's bit is cleared. s [32, G], live a scalar of 32 bits."""
     bit = (live >> tl.arange(0, 32)) & 1
     return tl.where((bit != 0)[:, None], s, -float("inf"))
-
-
-@triton.jit
-def live_bits(live_ptr, page, last, stride_live, LIVE: tl.constexpr):
-    if LIVE:
-        return tl.load(live_ptr + page.to(tl.int64) * stride_live)
-    return page
 
 
 # ---- a run of pages -----------------------------------------------------------------------------------------------------------
@@ -242,9 +257,9 @@ def load_q(q_ptr, group, qk_scale, f, C: tl.constexpr, CB: tl.constexpr, G: tl.c
 
 @triton.jit
 def attend_planes(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo, hi, group, qk_scale, stride_frame, stride_live,
-                  K_PLANES: tl.constexpr, V_PLANES: tl.constexpr, LIVE: tl.constexpr, UNROLL: tl.constexpr, G: tl.constexpr,
+                  K_PLANES: tl.constexpr, V_PLANES: tl.constexpr, LIVE: tl.constexpr, G: tl.constexpr,
                   D: tl.constexpr, CB: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """Pages [lo, hi) of planes of one sequence and KV head, UNROLL a step."""
+    """Pages [lo, hi) of planes of one sequence and KV head, two a step."""
     C: tl.constexpr = D // 8
     N: tl.constexpr = K_PLANES + V_PLANES
     offs_16 = tl.arange(0, 16)
@@ -256,45 +271,56 @@ def attend_planes(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo
         peak = tl.maximum(peak, tl.max(tl.abs(load_q(q_ptr, group, qk_scale, f, C, CB, G, D)), 1))
     factor = tl.exp2(tl.ceil(tl.log2(tl.maximum(peak, 1e-30))))
     # a product with the identity puts q into the layout of an accumulator, which is that of an operand once it is transposed
-    eye = tl.where(offs_c[:, None] == offs_c[None, :], 1.0, 0.0).to(tl.float16)
+    # (arithmetic, not tl.where: a condition upstream of a product makes the compiler choose layouts for 1-bit operands)
+    eye = (1 - tl.minimum(tl.abs(offs_c[:, None] - offs_c[None, :]), 1)).to(tl.float16)
     q = ()
     for f in tl.static_range(8):
         x = load_q(q_ptr, group, qk_scale, f, C, CB, G, D) * ((64.0 * 256.0 / weight(f)) / factor)[:, None]
         q = q + (top(tl.dot(x.to(tl.float16), eye).to(tl.float16), G),)
-    unit = tl.max(tl.where(offs_16[:, None] == offs_g[None, :], factor[:, None], 0.0), 0) * 65536.0  # [G]: base-2 logits of one unit of `scores`
-    weights = weight_of(tl.arange(0, 8 * CB) % (2 * CB) // (CB // 4))
+    unit = tl.max(factor[:, None] * (1 - tl.minimum(tl.abs(offs_16[:, None] - offs_g[None, :]), 1)), 0) * 65536.0  # [G]: base-2 logits of one unit of `scores`
+    weights = weight_of(tl.arange(0, 16 * CB) // 2 % (2 * CB) // (CB // 4))
     m = tl.full([G], -1e30, tl.float32)
     sums = ()
     for f in tl.static_range(8):
         sums = sums + (tl.zeros([CB, G], tl.float32),)
     sums = sums + (tl.zeros([16, G], tl.float32), tl.zeros([16, G], tl.float32))
-    for i in range(lo, hi, UNROLL):
-        page = load_page(arena_ptr, frames_ptr + i * N, stride_frame, N, K_PLANES, V_PLANES, D, CB)
-        s = scores(q, page, weights, K_PLANES, V_PLANES, G, CB, ASM)
+    AT: tl.constexpr = K_PLANES + V_PLANES
+    # frames are looked up one step before they are read
+    ids = frame_ids(frames_ptr + lo * N, N)
+    ids2 = frame_ids(frames_ptr + tl.minimum(lo + 1, hi - 1) * N, N)
+    for i in range(lo, hi, 2):
+        page = load_page(arena_ptr, ids, stride_frame, K_PLANES, V_PLANES, D, CB)
+        page2 = load_page(arena_ptr, ids2, stride_frame, K_PLANES, V_PLANES, D, CB)
+        ids = frame_ids(frames_ptr + tl.minimum(i + 2, hi - 1) * N, N)
+        ids2 = frame_ids(frames_ptr + tl.minimum(i + 3, hi - 1) * N, N)
+        scale, offset = k_metadata(page[AT], page2[AT], weights, K_PLANES, ASM)
+        scale, scale2 = tl.split(scale)
+        z = split8(halves(offset))
+        start = tl.zeros([16, G], tl.float32)
+        for f in tl.static_range(8):
+            start = tl.dot(z[f], tl.trans(q[f]), start)
+        start *= 1.1920928955078125e-07  # 2**-23
+        s = scores(q, page, scale, eight_rows(start, False), K_PLANES, ASM)
+        s2 = scores(q, page2, scale2, eight_rows(start, True), K_PLANES, ASM)
         if LIVE:
             s = keep(s, tl.load(live_ptr + i * stride_live))
-        high = s
-        if UNROLL == 2:
-            j = tl.minimum(i + 1, hi - 1)
-            page2 = load_page(arena_ptr, frames_ptr + j * N, stride_frame, N, K_PLANES, V_PLANES, D, CB)
-            s2 = scores(q, page2, weights, K_PLANES, V_PLANES, G, CB, ASM)
-            if LIVE:
-                s2 = keep(s2, tl.where(i + 1 < hi, tl.load(live_ptr + j * stride_live), 0))
-            else:
-                s2 += tl.where(i + 1 < hi, 0.0, -float("inf"))
-            high = tl.maximum(s, s2)
-        m_new = tl.maximum(m, tl.max(high, 0) * unit)
+            s2 = keep(s2, tl.where(i + 1 < hi, tl.load(live_ptr + tl.minimum(i + 1, hi - 1) * stride_live), 0))
+        else:
+            s2 += tl.where(i + 1 < hi, 0.0, -float("inf"))
+        m_new = tl.maximum(m, tl.max(tl.maximum(s, s2), 0) * unit)
         alpha = tl.exp2(m - m_new)
         m = m_new
         base = (-m_new + P_BITS)[None, :]
         out = ()
         for f in tl.static_range(10):
             out = out + (sums[f] * alpha[None, :],)
+        scale, offset = v_metadata(page[AT + 1], V_PLANES, ASM)
+        scale2, offset2 = v_metadata(page2[AT + 1], V_PLANES, ASM)
         p = tl.exp2(s * unit[None, :] + base).to(tl.float16)
-        sums = weigh(p, page, out, K_PLANES, V_PLANES, ASM)
-        if UNROLL == 2:
-            p2 = tl.exp2(s2 * unit[None, :] + base).to(tl.float16)
-            sums = weigh(p2, page2, sums, K_PLANES, V_PLANES, ASM)
+        sums = weigh(p, page, scale, offset, out, K_PLANES, V_PLANES, ASM)
+        p = tl.exp2(s2 * unit[None, :] + base).to(tl.float16)
+        sums = weigh(p, page2, scale2, offset2, sums, K_PLANES, V_PLANES, ASM)
+    total = tl.max(sums[8], 0)
     shift = tl.max(sums[9], 0)
     ok = (offs_c < C)[:, None] & (offs_g < group)[None, :]
     for f in tl.static_range(8):
@@ -302,16 +328,19 @@ def attend_planes(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo
         x = sums[f] * (8.0 * 16777216.0 / weight(f)) + shift[None, :] * 8.0
         tl.store(part_ptr + offs_g[None, :] * D + f * C + offs_c[:, None], x, mask=ok)
     tl.store(stat_ptr + offs_g, m, mask=offs_g < group)
-    tl.store(stat_ptr + 16 + offs_g, tl.max(sums[8], 0), mask=offs_g < group)
+    tl.store(stat_ptr + 16 + offs_g, total, mask=offs_g < group)
 
 
 @triton.jit
-def dense_tile(arena_ptr, row_ptr, stride_frame, FIRST: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr, D: tl.constexpr, DB: tl.constexpr):
-    """[32, DB] 16-bit numbers of a dense page: 16-byte chunks from FIRST on, CHUNKS to a frame."""
+def dense_tile(arena_ptr, row_ptr, live, stride_frame, FIRST: tl.constexpr, CHUNKS: tl.constexpr, LIVE: tl.constexpr, D: tl.constexpr, DB: tl.constexpr):
+    """[32, DB] 16-bit numbers of a dense page: 16-byte chunks from FIRST on, CHUNKS to a frame; with LIVE, 0 for dead tokens."""
     offs_t = tl.arange(0, 32)[:, None]
     offs_d = tl.arange(0, DB // 8)[None, :]
     chunk = FIRST + offs_t * (D // 8) + offs_d
     ok = (offs_d < D // 8) & (offs_t >= 0)
+    if LIVE:
+        # a token that was never written may hold NaN
+        ok &= ((live >> offs_t) & 1) != 0
     id = tl.load(row_ptr + chunk // CHUNKS, mask=ok, other=0)
     at = arena_ptr + (id.to(tl.int64) * stride_frame + chunk % CHUNKS * 8)
     at = at[:, :, None] + tl.arange(0, 8)[None, None, :]
@@ -331,16 +360,16 @@ def attend_dense(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo,
     m = tl.full([G], -1e30, tl.float32)
     total = tl.zeros([G], tl.float32)
     acc = tl.zeros([DB, G], tl.float32)
-    for i in range(lo, hi):
+    for i in tl.range(lo, hi, num_stages=3):
         row_ptr = frames_ptr + i * N
-        k = dense_tile(arena_ptr, row_ptr, stride_frame, 0, N, CHUNKS, D, DB)
-        v = dense_tile(arena_ptr, row_ptr, stride_frame, 4 * D, N, CHUNKS, D, DB)
-        s = tl.dot(k, q) * qk_scale
+        live = 0
         if LIVE:
             live = tl.load(live_ptr + i * stride_live)
+        k = dense_tile(arena_ptr, row_ptr, live, stride_frame, 0, CHUNKS, LIVE, D, DB)
+        v = dense_tile(arena_ptr, row_ptr, live, stride_frame, 4 * D, CHUNKS, LIVE, D, DB)
+        s = tl.dot(k, q) * qk_scale
+        if LIVE:
             s = keep(s, live)
-            # a token that was never written may hold NaN
-            v = tl.where((((live >> offs_t) & 1) != 0)[:, None], v, 0.0)
         m_new = tl.maximum(m, tl.max(s, 0))
         alpha = tl.exp2(m - m_new)
         m = m_new
@@ -394,7 +423,7 @@ def decode_kernel(q_ptr, arena_ptr, dense_ptr, part_ptr, stat_ptr, plan_ptr,
                   HAS16: tl.constexpr, HAS8: tl.constexpr, HAS4: tl.constexpr, HAS3: tl.constexpr, HAS2: tl.constexpr,
                   LIVE16: tl.constexpr, LIVE8: tl.constexpr, LIVE4: tl.constexpr, LIVE3: tl.constexpr, LIVE2: tl.constexpr,
                   COST16: tl.constexpr, COST8: tl.constexpr, COST4: tl.constexpr, COST3: tl.constexpr, COST2: tl.constexpr,
-                  N16: tl.constexpr, CHUNKS: tl.constexpr, UNROLL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
+                  N16: tl.constexpr, CHUNKS: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
                   G: tl.constexpr, D: tl.constexpr, CB: tl.constexpr, DB: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """grid (H, parts a head). q [B, Hq, D]; part [H, parts, group, D] and stat [H, parts, 2, 16] float32: sum of p * v, and (largest
     logit, sum of p) of each head; plan int32 [2, B]: first part and number of parts of each sequence. rowsT: pages of a row of tier
@@ -448,7 +477,7 @@ def decode_kernel(q_ptr, arena_ptr, dense_ptr, part_ptr, stat_ptr, plan_ptr,
                 first_page = b * rows8
                 attend_planes(q_ptr, arena_ptr, frames8_ptr + first_page.to(tl.int64) * 8, live8_ptr + first_page.to(tl.int64) * heads8 + head % heads8,
                               part_ptr, stat_ptr, count * index // n8, count * (index + 1) // n8, group, qk_scale, stride_frame, heads8,
-                              4, 4, LIVE8, 1, G, D, CB, ASM)  # fmt: skip
+                              4, 4, LIVE8, G, D, CB, ASM)  # fmt: skip
         index -= n8
         if HAS4:
             if (index >= 0) & (index < n4):
@@ -456,7 +485,7 @@ def decode_kernel(q_ptr, arena_ptr, dense_ptr, part_ptr, stat_ptr, plan_ptr,
                 first_page = b * rows4
                 attend_planes(q_ptr, arena_ptr, frames4_ptr + first_page.to(tl.int64) * 4, live4_ptr + first_page.to(tl.int64) * heads4 + head % heads4,
                               part_ptr, stat_ptr, count * index // n4, count * (index + 1) // n4, group, qk_scale, stride_frame, heads4,
-                              2, 2, LIVE4, UNROLL, G, D, CB, ASM)  # fmt: skip
+                              2, 2, LIVE4, G, D, CB, ASM)  # fmt: skip
         index -= n4
         if HAS3:
             if (index >= 0) & (index < n3):
@@ -464,7 +493,7 @@ def decode_kernel(q_ptr, arena_ptr, dense_ptr, part_ptr, stat_ptr, plan_ptr,
                 first_page = b * rows3
                 attend_planes(q_ptr, arena_ptr, frames3_ptr + first_page.to(tl.int64) * 3, live3_ptr + first_page.to(tl.int64) * heads3 + head % heads3,
                               part_ptr, stat_ptr, count * index // n3, count * (index + 1) // n3, group, qk_scale, stride_frame, heads3,
-                              2, 1, LIVE3, UNROLL, G, D, CB, ASM)  # fmt: skip
+                              2, 1, LIVE3, G, D, CB, ASM)  # fmt: skip
         index -= n3
         if HAS2:
             if index >= 0:
@@ -473,7 +502,7 @@ def decode_kernel(q_ptr, arena_ptr, dense_ptr, part_ptr, stat_ptr, plan_ptr,
                 first_page = b * rows2
                 attend_planes(q_ptr, arena_ptr, frames2_ptr + first_page.to(tl.int64) * 2, live2_ptr + first_page.to(tl.int64) * heads2 + head % heads2,
                               part_ptr, stat_ptr, count * index // n2, count * (index + 1) // n2, group, qk_scale, stride_frame, heads2,
-                              1, 1, LIVE2, UNROLL, G, D, CB, ASM)  # fmt: skip
+                              1, 1, LIVE2, G, D, CB, ASM)  # fmt: skip
 
 
 @triton.jit
@@ -483,7 +512,6 @@ def rotate_rows(x, BLOCK: tl.constexpr):
     R: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     x = tl.reshape(x, [R * N // BLOCK, BLOCK])
-    left: tl.constexpr = BLOCK
     for i in tl.static_range(10):
         if 2**i < BLOCK:
             a, b = tl.split(tl.reshape(x, [R * N // BLOCK, BLOCK // 2, 2]))
@@ -549,10 +577,7 @@ def _programs(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count * PROGRAMS_PER_SM
 
 
-PROGRAMS_PER_SM = 8
-
-
-def workspace(q: Tensor, num_kv_heads: int, num_tiers: int = len(TIERS), parts: int | None = None) -> Workspace:
+def make_workspace(q: Tensor, num_kv_heads: int, num_tiers: int = len(TIERS), parts: int | None = None) -> Workspace:
     """Room for calls with queries like q [B, Hq, D], whatever the counts. parts: programs a KV head (default: one wave of the GPU)."""
     b, hq, d = q.shape
     if parts is None:
@@ -564,7 +589,7 @@ def workspace(q: Tensor, num_kv_heads: int, num_tiers: int = len(TIERS), parts: 
 
 
 def decode_triton(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype, rotated: bool = True,
-                  workspace_: Workspace | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  workspace: Workspace | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`decode` by Triton. Nothing is read back from the device and, with a workspace, nothing allocated: a CUDA graph may hold it, and
     the table's tensors may change between replays. Raises ValueError for what the kernel does not do."""
     b, hq, d = q.shape
@@ -577,7 +602,7 @@ def decode_triton(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, d
     frame_bytes = frame.frame_bytes(frame.check_head_dim(d))
     if arena.shape[2] != frame_bytes or not arena.is_contiguous():
         raise ValueError(f"arena {tuple(arena.shape)} must be contiguous, with {frame_bytes} bytes a frame and KV head at head_dim {d}")
-    w = workspace_ if workspace_ is not None else workspace(q, h, max(len(table.segments), 1))
+    w = workspace or make_workspace(q, h, max(len(table.segments), 1))
     words, dense = arena.view(torch.uint16), arena.view(dense_dtype)
     segments = {s.tier: s for s in table.segments}
     args, has, live = [], [], []
@@ -595,10 +620,11 @@ def decode_triton(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, d
     n16 = -(-128 * d // frame_bytes)
     decode_kernel[(h, parts)](
         q.contiguous(), words, dense, w.part, w.stat, w.plan, *args, b, group, scale * math.log2(math.e), words.stride(0), words.stride(1),
-        *has, *live, *(COSTS[t] for t in TIERS), N16=n16, CHUNKS=frame_bytes // 16, UNROLL=2, LEAST=4, BATCH=triton.next_power_of_2(b),
+        *has, *live, *(COSTS[t] for t in TIERS), N16=n16, CHUNKS=frame_bytes // 16, LEAST=4, BATCH=triton.next_power_of_2(b),
         G=8 if group <= 8 else 16, D=d, CB=cb, DB=triton.next_power_of_2(d), ASM=not backend.interpreting(),
-        num_warps=1, num_stages=NUM_STAGES,
+        num_warps=1, num_stages=NUM_STAGES, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
+    step = min(max(triton.next_power_of_2(-(-parts // b)), 8), 64)
     merge_kernel[(b, hq)](w.part, w.stat, w.plan, w.out, w.lse, b, group, parts, D=d, DB=triton.next_power_of_2(d),
-                          ROTATION=d & -d if rotated else 0, STEP=16, num_warps=4)  # fmt: skip
+                          ROTATION=d & -d if rotated else 0, STEP=step, num_warps=8 if step > 16 else 4)  # fmt: skip
     return w.out, w.lse

@@ -22,8 +22,7 @@ def weight(field: int) -> int:
 @triton.jit
 def weight_of(field):
     """`weight` of a tensor of fields, float32."""
-    odd = tl.where(field % 2 == 1, 16.0, 1.0)
-    return tl.where(field >= 4, odd * 4.0, odd)
+    return (1 << (field % 2 * 4 + field // 4 * 2)).to(tl.float32)
 
 
 @triton.jit
@@ -110,3 +109,27 @@ def offset_of(w, ASM: tl.constexpr):
             pack=2,
         )
     return (((w >> 2) & 0x1FC0) | (w & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True) * 128.0
+
+
+@triton.jit
+def pair_scales(w):
+    """Two metadata words in 32 bits -> `scale_of` both, in 32 bits."""
+    return (w & 0x00FF00FF) << 6
+
+
+@triton.jit
+def pair_offsets(w, MIDDLE: tl.constexpr, ASM: tl.constexpr):
+    """Two metadata words in 32 bits -> scale * (steps + MIDDLE) of both as fp16, in 32 bits."""
+    if ASM:
+        unit = tl.full(w.shape, OFFSET_UNIT, tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
+        middle = tl.full(w.shape, MIDDLE, tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 s, z, t; and.b32 s, $1, 0x00ff00ff; shl.b32 s, s, 6; shr.b32 z, $1, 2; and.b32 z, z, 0x1fc01fc0; "
+            "lop3.b32 z, $1, 0x80008000, z, 0xEA; mov.b32 t, 0x58005800; mul.f16x2 z, z, t; fma.rn.f16x2 z, z, $2, $3; mul.f16x2 $0, s, z;}",
+            "=r,r,r,r", [w, unit, middle], dtype=tl.uint32, is_pure=True, pack=1)  # fmt: skip
+    out = tl.zeros_like(w)
+    for i in tl.static_range(2):
+        word = (w >> (16 * i)) & 0xFFFF
+        z = (offset_of(word, False).to(tl.float32) * OFFSET_UNIT + MIDDLE).to(tl.float16)
+        out += (scale_of(word, False) * z).to(tl.uint16, bitcast=True).to(tl.uint32) << (16 * i)
+    return out

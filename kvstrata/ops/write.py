@@ -42,3 +42,15 @@ def write_dense(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Ten
 def read_dense(arena: Tensor, frames: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """BF16 pages: frames int32 [P, n] -> k, v [P, 32, H, D] of `dtype`, v as stored."""
     return dense.from_frames(arena[frames.long()], head_dim, dtype)
+
+
+def settle_pages(arena: Tensor, src_frames: Tensor, dst_frames: Tensor, tier: Tier, head_dim: int, dense_dtype: torch.dtype, *,
+                 encode: EncodePages = quant.encode) -> None:  # fmt: skip
+    """BF16 pages of the arena to planes in other frames of it: src_frames int32 [P, n of a dense page], dst_frames int32 [P, tier.value],
+    none of them shared. The source is left as it is."""
+    if backend.use_triton(arena) and encode is quant.encode and dense_dtype.itemsize == 2:
+        from kvstrata.ops.write_kernel import settle_pages_triton
+
+        return settle_pages_triton(arena, src_frames, dst_frames, tier, head_dim, dense_dtype)
+    k, v = read_dense(arena, src_frames, head_dim, dense_dtype)
+    arena[dst_frames.flatten().long()] = encode(k, v, tier).flatten(0, 1)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from tests.ops.kernel_cases import DEVICE, attention64, make_case, relative_error, rotate64
 
 from kvstrata.ops.decode import decode_ref
-from kvstrata.ops.decode_kernel import decode_triton, workspace
+from kvstrata.ops.decode_kernel import decode_triton, make_workspace
 from kvstrata.types import Tier
+from tests.ops.kernel_cases import DEVICE, attention64, make_case, relative_error, rotate64
 
 T = Tier
 
@@ -23,7 +23,7 @@ def expected(q, case, scale):
 
 
 def poisoned(q, heads, parts):
-    w = workspace(q, heads, parts=parts)
+    w = make_workspace(q, heads, parts=parts)
     for x in (w.part, w.stat, w.out, w.lse):
         x.fill_(math.nan)
     w.plan.fill_(1 << 30)
@@ -36,7 +36,7 @@ def check(counts, heads, group, head_dim, *, live=None, dtype=torch.bfloat16, pa
     q = torch.randn(batch, heads * group, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
     scale = 1 / math.sqrt(head_dim)
     w = poisoned(q, heads, parts)
-    out, lse = decode_triton(q, case.arena, case.table, scale, dense_dtype=dtype, workspace_=w)
+    out, lse = decode_triton(q, case.arena, case.table, scale, dense_dtype=dtype, workspace=w)
     ref, ref_lse = expected(q, case, scale)
     # an output in bfloat16 is rounded by up to 2**-9 of itself
     rounding = 2e-3 if dtype is torch.bfloat16 else 3e-4
