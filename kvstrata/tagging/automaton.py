@@ -63,7 +63,7 @@ def header_length(units: str) -> int:
 
 
 def _pattern(text: str, first: bool, loose: bool | None) -> str:
-    """Regular expression of one part, a group of its own.
+    """Regular expression of one part.
 
     White space beside a special token may be missing, as in generated text; so may that at the mark's end, if the mark is `loose` (None:
     this part is not the end).
@@ -74,21 +74,36 @@ def _pattern(text: str, first: bool, loose: bool | None) -> str:
         is_end = i == len(runs) - 1 and loose is not None
         beside = (i > 0 and is_special(runs[i - 1][-1])) or (i + 1 < len(runs) and is_special(runs[i + 1][0])) or (i == 0 and not first)
         optional = run[0] in WHITESPACE and (bool(loose) and (i > 0 or not first) if is_end else beside)
-        piece = r"[^\n\u1000-\uffff]{0,200}?" if run == HOLE else re.escape(run)
+        # older tokenizers write a space after each special token; at the mark's very end it would be the content's own
+        inner, last = (run[:-1], run[-1]) if is_end else (run, "")
+        spaced = re.sub(r"([\u1000-\uffff])", r"\1 ?", re.escape(inner)) + re.escape(last)
+        piece = r"[^\n\u1000-\uffff]{0,200}?" if run == HOLE else spaced
         out.append(f"(?:{piece})?" if optional else piece)
-    return f"({''.join(out)})"
+    return "".join(out)
 
 
-def _regex(mark: Mark) -> str:
+def _patterns(mark: Mark) -> list[str]:
     n = len(mark.parts)
     # where white space alone tells the mark from other text, it is not optional
     loose = not mark.guard and (mark.target is not State.USER or any(role is Role.DELIM for _, role in mark.parts))
-    body = "".join(_pattern(text, i == 0 and not loose, loose if i == n - 1 else None) for i, (text, _) in enumerate(mark.parts))
-    return body + (f"(?!{re.escape(mark.guard)})" if mark.guard else "")
+    parts = [_pattern(text, i == 0 and not loose, loose if i == n - 1 else None) for i, (text, _) in enumerate(mark.parts)]
+    return [*parts, f"(?!{re.escape(mark.guard)})"] if mark.guard else parts
 
 
-def _uncaptured(regex: str) -> str:
-    return re.sub(r"(?<!\\)\((?!\?)", "(?:", regex)
+def _search(marks: Sequence[Mark]) -> re.Pattern[str]:
+    """Where any of the marks begins. Each branch begins with a plain character, so that the search skips what cannot begin one."""
+    bodies = ["".join(_patterns(mark)) for mark in marks]
+    starts = [re.match(r"\(\?:([^()]*)\)\?(?=.)", body, re.DOTALL) for body in bodies]
+    branches = [
+        b
+        for body, start in zip(bodies, starts, strict=True)
+        for b in ([start[1] + body[start.end() :], body[start.end() :]] if start else [body])
+    ]
+    return re.compile("|".join(branches))
+
+
+def _parts(mark: Mark) -> re.Pattern[str]:
+    return re.compile("".join(p if p.startswith("(?!") else f"({p})" for p in _patterns(mark)))
 
 
 def _precedence(mark: Mark) -> tuple[bool, bool, bool]:
@@ -109,8 +124,8 @@ class Automaton:
         # the longest first, so that a call's opening is preferred to the bare header that begins it
         for mark in sorted(unique.values(), key=lambda m: (-len(m.text), m.text)):
             self.marks[mark.source].append(mark)
-        self.search = {s: re.compile("|".join(f"({_uncaptured(_regex(m))})" for m in ms)) for s, ms in self.marks.items() if ms}
-        self.parts = {s: [re.compile(_regex(m)) for m in ms] for s, ms in self.marks.items()}
+        self.search = {state: _search(found) for state, found in self.marks.items() if found}
+        self.parts = {state: [_parts(mark) for mark in found] for state, found in self.marks.items()}
         holes = max((m.text.count(HOLE) for ms in self.marks.values() for m in ms), default=0)
         self.reach = max((len(m.text) + len(m.guard) for ms in self.marks.values() for m in ms), default=0) + 200 * holes + 1
         """No match can begin further than this from the text that completes it."""
@@ -175,9 +190,10 @@ class Scanner:
             limit = pin.start if pin else self.length
             found = self._find(max(pos, clean), limit)
             if found is not None:
-                index, began = found
+                mark, match = found
+                began = match.start() + self._offset
                 self._label(pos, began)
-                pos = self._read(index, began, limit)
+                pos = self._read(mark, match)
             elif pin is not None:
                 pending.pop()
                 self._label(pos, pin.start)
@@ -191,16 +207,19 @@ class Scanner:
             self._points.append(_Point(pos, self.state, self.turn, len(self.segments), began))
         self._label(pos, self.length)
 
-    def _find(self, pos: int, limit: int) -> tuple[int, int] | None:
+    def _find(self, pos: int, limit: int) -> tuple[Mark, re.Match[str]] | None:
+        """The next mark at or after `pos` that ends by `limit`: the leftmost, and of those the longest."""
         regex = self.automaton.search.get(self.state)
-        match = regex.search(self._tail, pos - self._offset, limit - self._offset) if regex else None
-        return None if match is None or match.lastindex is None else (match.lastindex - 1, match.start() + self._offset)
+        begin = regex.search(self._tail, pos - self._offset, limit - self._offset) if regex else None
+        if begin is None:
+            return None
+        for mark, parts in zip(self.automaton.marks[self.state], self.automaton.parts[self.state], strict=True):
+            if match := parts.match(self._tail, begin.start(), limit - self._offset):
+                return mark, match
+        raise AssertionError("a mark was found that none matches")
 
-    def _read(self, index: int, start: int, limit: int) -> int:
-        """Label the parts of the mark that begins at `start`, enter its target; -> where the mark ends."""
-        mark = self.automaton.marks[self.state][index]
-        match = self.automaton.parts[self.state][index].match(self._tail, start - self._offset, limit - self._offset)
-        assert match is not None
+    def _read(self, mark: Mark, match: re.Match[str]) -> int:
+        """Label the parts of a mark, enter its target; -> where the mark ends."""
         for i, (_, role) in enumerate(mark.parts):
             self.turn += i == mark.turn_part
             if match.end(i + 1) > match.start(i + 1):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 SPECIAL = 0x1000
 """First character that stands for an added token."""
-_IMAGE = re.compile(r"image|vision_(start|end|pad|bos|eos)|video|IMG|<\|?patch|media_(start|end|pad|begin|content)", re.ASCII)
+_IMAGE = re.compile(r"image|\bimg\b|img_|vision_|video|patch|media_", re.IGNORECASE)
 _MARKUP = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 
 

@@ -1,6 +1,8 @@
 """Spans of ChatML conversations: a partition, right, and the same from messages and from ids."""
 
+import copy
 import itertools
+import re
 import time
 import warnings
 
@@ -191,6 +193,28 @@ def test_images_carry_the_image_axis(thinking):
     assert [s.end - s.start for s in tag_ids(thinking, expanded) if s.modality is Modality.IMAGE] == [52]
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        "<|vision_start|>" + "<|image_pad|>" * 9 + "<|vision_end|>",
+        "<img>" + "<IMG_CONTEXT>" * 16 + "</img>",
+        "<|image|>" * 4,
+        "[IMG][IMG][IMG_BREAK][IMG][IMG][IMG_END]",
+        "<start_of_image>" + "<image_soft_token>" * 8 + "<end_of_image>",
+    ],
+)
+def test_placeholder_runs_of_many_families(thinking, run):
+    tokenizer = copy.deepcopy(thinking)
+    tokenizer.add_tokens(sorted(set(re.findall(r"<[^>]+>|\[[^\]]+\]", run))), special_tokens=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"see {run} here"}, {"role": "assistant", "content": "ok"}], tokenize=False
+    )
+    ids = tokenizer(text).input_ids
+    spans = [s for s in tag_ids(tokenizer, ids) if s.modality is Modality.IMAGE]
+    assert [(s.role, s.turn) for s in spans] == [(Role.USER, 1)]
+    assert tokenizer.decode(ids[spans[0].start : spans[0].end]) == run
+
+
 def test_plain_text_is_tagged_as_old_and_warns_once(qwen):
     ids = qwen("Once upon a time there was a template, and nobody used it.").input_ids
     tagger = Tagger(qwen)
@@ -247,5 +271,4 @@ def test_a_hundred_thousand_ids_are_quick(qwen):
         start = time.process_time()
         tag_ids(qwen, ids)
         seconds.append(time.process_time() - start)
-    # 60 ms are the aim; the rest is for a slow machine
-    assert min(seconds) < 0.12
+    assert min(seconds) < 0.06
