@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvstrata.ops import backend, frame
-from kvstrata.ops.quant_kernel import OFFSET_UNIT, fields, fma2, mul2, offset_of, pair_offsets, pair_scales, scale_of, weight, weight_of
+from kvstrata.ops.quant_kernel import OFFSET_UNIT, fields, fma2, mul2, offset_of, pair_offsets, pair_scales, pin, scale_of, weight, weight_of
 from kvstrata.ops.table import PageTable
 from kvstrata.types import Tier
 
@@ -38,18 +38,6 @@ P_BITS = tl.constexpr(14.0)
 
 
 # ---- pieces of one page -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def first(a, b):
-    return a
-
-
-@triton.jit
-def pin(x):
-    """The identity on a vector. A scan keeps the compiler from moving what comes before it into the layout of what comes after it:
-    each thread decodes its own words and shares them out, instead of eight threads decoding the same words."""
-    return tl.reshape(tl.associative_scan(tl.reshape(x, [x.shape[0], 1]), 1, first), [x.shape[0]])
 
 
 @triton.jit

@@ -133,3 +133,15 @@ def pair_offsets(w, MIDDLE: tl.constexpr, ASM: tl.constexpr):
         z = (offset_of(word, False).to(tl.float32) * OFFSET_UNIT + MIDDLE).to(tl.float16)
         out += (scale_of(word, False) * z).to(tl.uint16, bitcast=True).to(tl.uint32) << (16 * i)
     return out
+
+
+@triton.jit
+def first(a, b):
+    return a
+
+
+@triton.jit
+def pin(x):
+    """The identity on a vector. A scan keeps the compiler from moving what comes before it into the layout of what comes after it:
+    each thread decodes its own words and shares them out, instead of eight threads decoding the same words."""
+    return tl.reshape(tl.associative_scan(tl.reshape(x, [x.shape[0], 1]), 1, first), [x.shape[0]])

@@ -1,6 +1,9 @@
-"""Triton's interpreter on a NumPy newer than itself."""
+"""Kernels' tests: interpreted without a GPU (and on a NumPy newer than Triton's interpreter), compiled and marked `gpu` with one."""
 
 import os
+
+import pytest
+import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton.runtime.interpreter as interpreter
@@ -13,3 +16,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        for item in items:
+            if item.path.stem.endswith("_kernel"):
+                item.add_marker(pytest.mark.gpu)

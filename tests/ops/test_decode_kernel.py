@@ -65,3 +65,49 @@ SHAPES = [
 @pytest.mark.parametrize("counts, heads, group, head_dim, live", SHAPES)
 def test_decode_kernel_matches_float64(counts, heads, group, head_dim, live):
     check(counts, heads, group, head_dim, live=live, dtype=torch.float16)
+
+
+def test_decode_kernel_walks_many_pages_in_one_program():
+    check({T.INT2: [9], T.INT4: [7]}, 1, 4, 64, dtype=torch.float16, parts=2)
+
+
+def test_a_sequence_without_a_live_token_gives_zeros():
+    case = make_case({T.INT2: [2, 0]}, 1, 64, live={T.INT2: 1})
+    case.table.segments[0].live.zero_()
+    q = torch.ones(2, 2, 64, dtype=torch.float16, device=DEVICE)
+    out, lse = decode_triton(q, case.arena, case.table, 0.1, dense_dtype=torch.float16, workspace=poisoned(q, 1, 6))
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("group, head_dim, dtype, name", [(17, 64, torch.float16, "query heads"), (1, 72, torch.float16, "head_dim"), (1, 64, torch.float32, "float32")])
+def test_what_the_kernel_cannot_do_is_refused_by_name(group, head_dim, dtype, name):
+    case = make_case({T.INT2: [1]}, 1, 64)
+    q = torch.zeros(1, group, head_dim, dtype=dtype, device=DEVICE)
+    with pytest.raises(ValueError, match=name):
+        decode_triton(q, case.arena, case.table, 1.0, dense_dtype=torch.float16)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_with_changed_counts_and_queries():
+    heads, group, head_dim = 2, 4, 128
+    counts = {T.INT2: [40, 3], T.INT4: [5, 17], T.BF16: [2, 1]}
+    case = make_case(counts, heads, head_dim, live={T.BF16: heads})
+    q = torch.randn(2, heads * group, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    w = make_workspace(q, heads)
+    run = lambda: decode_triton(q, case.arena, case.table, 0.1, dense_dtype=torch.bfloat16, workspace=w)  # noqa: E731
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for shrink in (0, 1, 2):
+        for s in case.table.segments:
+            s.counts.copy_((s.counts - shrink).clamp(min=0))
+        q.normal_()
+        for x in (w.out, w.lse, w.part, w.stat):
+            x.fill_(math.nan)
+        graph.replay()
+        ref, ref_lse = decode_ref(q, case.arena, case.table, 0.1, dense_dtype=torch.bfloat16)
+        assert relative_error(w.out, ref.double()) < 6e-3
+        assert torch.allclose(w.lse, ref_lse, atol=5e-3, rtol=1e-3)
