@@ -4,7 +4,7 @@ A conversation that cannot run is reported by name and the others go on. Knows n
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -95,4 +95,4 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setting: Set
     capacity = len(task.conversation) + SLACK
     session = Session(model, tokenizer, capacity_tokens=capacity, **setting.session_arguments())
     with session, replayed(model, reference.prefill if reference is not None else None):
-        return run_session(session, task, reference)
+        return replace(run_session(session, task, reference), dense_dtype=session.store.config.dense_dtype)

@@ -144,6 +144,7 @@ class Outcome:
     page_tiers: tuple[int, ...]
     page_bytes: dict[int, int]
     turns: tuple[TurnBytes, ...]
+    dense_dtype: str | None = None
 
 
 @torch.inference_mode()

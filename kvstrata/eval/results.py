@@ -114,7 +114,7 @@ def summarize(model: str, setting: Setting, protocol: str, outcomes: Sequence[Ou
         codec=setting.codec,
         budget_bits=setting.budget_bits,
         protocol=protocol,
-        dense_dtype=setting.dense_dtype,
+        dense_dtype=outcomes[0].dense_dtype if outcomes else setting.dense_dtype,
         tokens=tokens,
         bits_per_element=_ratio(sum(o.bits_per_element * o.tokens for o in outcomes), tokens),
         bytes_per_token=_ratio(sum(o.bytes_in_use for o in outcomes), tokens),

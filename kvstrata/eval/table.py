@@ -11,22 +11,24 @@ from kvstrata.eval.results import Result
 
 
 def results_table(results: Sequence[Result]) -> Table:
-    """One row a setting, within 80 columns: real bits, bytes, share of bfloat16, KL, top-1, top-1 in tool calls, facts, reuse, seconds."""
+    """One row a setting, within 80 columns: real bits, bytes, share of bfloat16, KL, top-1, top-1 in tool calls, facts, seconds."""
     first = results[0]
     needles = any(r.needles for r in results)
     title = f"{first.model}, {first.protocol}, {first.tokens:,} tokens"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    # facts or the percentile: more does not fit in 80 columns
-    losses = ["KL", "top-1", "calls", "facts", "log p"] if needles else ["KL", "p95", "top-1", "calls"]
-    for name in ("setting", "bits", "MiB", "bf16", *losses, "reuse", "s"):
+    # with facts there is no room for the rest in 80 columns
+    shown = ["bits", "MiB", "KL", "top-1", "calls", "facts", "log p", "s"]
+    shown = shown if needles else ["bits", "MiB", "bf16", "KL", "p95", "top-1", "calls", "s"]
+    for name in ("setting", *shown):
         table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
     for r in results:
         stored = sum(o.bytes_in_use for o in r.outcomes)
         share = stored / max(sum(o.bytes_bf16 for o in r.outcomes), 1)
         cells = {"KL": figure(r.kl_mean), "p95": figure(r.kl_p95), "top-1": percent(r.top1), "calls": percent(r.tool_call_top1)}
         cells |= {"facts": f"{r.needle_hits}/{r.needles}", "log p": f"{r.needle_logp:.2f}"}
-        sizes = (f"{r.bits_per_element:.2f}", f"{stored / 2**20:.2f}", f"{share:.0%}")
-        table.add_row(r.label, *sizes, *(cells[name] for name in losses), percent(r.reuse), f"{r.seconds:.0f}")
+        cells |= {"bits": f"{r.bits_per_element:.2f}", "MiB": f"{stored / 2**20:.2f}", "bf16": f"{share:.0%}"}
+        cells["s"] = f"{r.seconds:.0f}"
+        table.add_row(r.label, *(cells[name] for name in shown))
     return table
 
 

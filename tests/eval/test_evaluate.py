@@ -72,6 +72,8 @@ def test_json_has_the_documented_keys(tokenizer: Any, model: Any) -> None:
     assert record["needles"] == 2
     assert record["needle_logp"] < -20
     assert record["tier"] == "INT2"
+    # the session's own choice is recorded
+    assert record["dense_dtype"] == "bfloat16"
 
 
 def test_a_conversation_that_cannot_run_is_named_and_the_others_run(tokenizer: Any, model: Any) -> None:
