@@ -73,8 +73,9 @@ def split8(x):
 def top(x, G: tl.constexpr):
     """The first G rows of [16, N]: a renaming of registers."""
     if G == 16:
-        return x
-    lo, hi = tl.split(tl.permute(tl.reshape(x, [2, 8, x.shape[1]]), (1, 2, 0)))
+        lo = x
+    else:
+        lo, hi = tl.split(tl.permute(tl.reshape(x, [2, 8, x.shape[1]]), (1, 2, 0)))
     return lo
 
 

@@ -20,8 +20,7 @@ from kvstrata.ops.write_kernel import lane_at
 from kvstrata.types import Tier
 
 TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
-BLOCK_ROWS = 128
-NUM_WARPS, NUM_STAGES = 8, 2
+BLOCK_ROWS, NUM_WARPS, NUM_STAGES = 64, 4, 2
 
 
 @triton.jit
@@ -241,7 +240,7 @@ def extend_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, arena_ptr, dense_ptr,
     v_ptr += first_row * stride_vt + head * stride_vh
     offs_n = tl.arange(0, 64)
     end = tl.minimum(tokens, start + M // G)
-    for i in range(0, end, 64):
+    for i in tl.range(0, end, 64, num_stages=1):
         n = i + offs_n
         ok = (n < tokens)[:, None] & (offs_d < D)[None, :]
         k = tl.load(k_ptr + n[:, None].to(tl.int64) * stride_kt + offs_d[None, :], mask=ok, other=0.0)
@@ -269,8 +268,7 @@ def extend_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena:
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     q = q if q.stride(1) == d else q.contiguous()
     padded = triton.next_power_of_2(group)
-    # where all channels of a row and of a key fit twice into shared memory
-    rows = BLOCK_ROWS if d <= 128 else BLOCK_ROWS // 2
+    rows = BLOCK_ROWS
     per_tile = rows // padded
     tiles = [
         (b, start, end - start, first)
@@ -297,7 +295,7 @@ def extend_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena:
         q, k, v, out, torch.tensor(tiles, dtype=torch.int32).to(q.device, non_blocking=True), words, numbers_, *args, group,
         scale * math.log2(math.e), words.stride(0), words.stride(1), q.stride(0), *k.stride()[:2], *v.stride()[:2], *has, *live,
         N16=dense.num_frames(d, 2, frame_bytes), NUMBERS=frame_bytes // 2, ROTATION=d & -d if rotated else 0, G=padded, M=rows, D=d,
-        CB=max(2, triton.next_power_of_2(d // 8)), DB=triton.next_power_of_2(d), ASM=not backend.interpreting(), num_warps=NUM_WARPS,
+        CB=max(2, triton.next_power_of_2(d // 8)), DB=triton.next_power_of_2(d), ASM=not backend.interpreting(), num_warps=NUM_WARPS if d <= 128 else 8,
         num_stages=NUM_STAGES,
     )  # fmt: skip
     return out

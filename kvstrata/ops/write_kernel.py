@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvstrata.ops import dense, frame, quant
+from kvstrata.ops import backend, dense, frame, quant
+from kvstrata.ops.quant_kernel import pin
 from kvstrata.types import PAGE_SIZE, Tier
 
 LARGEST_SCALE = tl.constexpr(quant._LARGEST_SCALE)
@@ -75,24 +76,34 @@ def grid_of(lo, hi, UNIT: tl.constexpr):
 
 
 @triton.jit
-def rounded(x):
-    """Nearest integer, ties to even, of float32 below 2**22."""
-    return (x + 12582912.0) - 12582912.0
+def divided(x, s, FMA: tl.constexpr):
+    """x / s, correctly rounded: by a correctly rounded reciprocal and two corrections (Markstein; the mantissa of a scale has 5 bits), or
+    where fused products are not to be had (the interpreter) by division."""
+    if FMA:
+        r = tl.div_rn(s * 0 + 1.0, s)
+        r = tl.broadcast_to(r, x.shape)
+        s = tl.broadcast_to(s, x.shape)
+        q = x * r
+        q = tl.fma(tl.fma(-q, s, x), r, q)
+    else:
+        q = tl.div_rn(x, tl.broadcast_to(s, x.shape))
+    return q
+
+
+@triton.jit
+def nearest(x):
+    """Nearest integer to x, ties to even, kept in 0 to 15: (float32, int32). Adding 1.5 * 2**23 leaves it in the lowest bits."""
+    x = tl.minimum(tl.maximum(x, 0.0), 15.0) + 12582912.0
+    return x - 12582912.0, x.to(tl.int32, bitcast=True) & 15
 
 
 @triton.jit
 def plane_codes(steps, PLANE: tl.constexpr):
     """2-bit codes (int32) of a plane: base, refinement, residual high, residual low."""
-    q = tl.minimum(tl.maximum(rounded(tl.minimum(tl.maximum(steps, -1.0), 16.0)), 0.0), 15.0)
-    if PLANE == 0:
-        return q.to(tl.int32) >> 2
-    if PLANE == 1:
-        return q.to(tl.int32) & 3
-    r = (steps - q) * 16.0 + 7.5
-    r = tl.minimum(tl.maximum(rounded(tl.minimum(tl.maximum(r, -1.0), 16.0)), 0.0), 15.0).to(tl.int32)
-    if PLANE == 2:
-        return r >> 2
-    return r & 3
+    q, code = nearest(steps)
+    if PLANE > 1:
+        q, code = nearest((steps - q) * 16.0 + 7.5)
+    return code >> 2 if PLANE % 2 == 0 else code & 3
 
 
 @triton.jit
@@ -128,15 +139,15 @@ def dense_pointers(arena_ptr, row_ptr, stride_frame, number, ok, NUMBERS: tl.con
 
 @triton.jit(do_not_specialize=["stride_frame"])
 def write_pages_kernel(k_ptr, v_ptr, src_ptr, rows_ptr, arena_ptr, frames_ptr, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
-                       stride_frame, stride_head, N_SRC: tl.constexpr, SETTLE: tl.constexpr, K_PLANES: tl.constexpr, V_PLANES: tl.constexpr,
-                       D: tl.constexpr, CB: tl.constexpr):  # fmt: skip
-    """grid (pages, KV heads). k, v [P, 32, H, D], or with SETTLE the dense pages of rows [P, N_SRC]; frames [P, N]. Strides of frames
+                       stride_frame, stride_head, heads, N_SRC: tl.constexpr, SETTLE: tl.constexpr, K_PLANES: tl.constexpr, V_PLANES: tl.constexpr,
+                       D: tl.constexpr, CB: tl.constexpr, FMA: tl.constexpr):  # fmt: skip
+    """grid (pages * KV heads,). k, v [P, 32, H, D], or with SETTLE the dense pages of rows [P, N_SRC]; frames [P, N]. Strides of frames
     and heads count 16-bit words."""
     C: tl.constexpr = D // 8
     N: tl.constexpr = K_PLANES + V_PLANES
     WORDS: tl.constexpr = 4 * D + (D + 32) // 2
-    page = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    page = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     offs_t = tl.arange(0, 32)
     offs_f = tl.arange(0, 8)
     offs_c = tl.arange(0, CB)
@@ -159,11 +170,16 @@ def write_pages_kernel(k_ptr, v_ptr, src_ptr, rows_ptr, arena_ptr, frames_ptr, s
     v_frame = arena_ptr + tl.load(frames_ptr + 1).to(tl.int64) * stride_frame
 
     # K: a group is a channel
-    s_byte, z_byte = grid_of(tl.min(k, 0), tl.max(k, 0), K_UNIT)  # [8, CB]
+    lo = tl.reshape(tl.min(k, 0), [8 * CB])
+    hi = tl.reshape(tl.max(k, 0), [8 * CB])
+    # pinned: each thread works on its own groups, not on those that its tokens belong to
+    s_byte, z_byte = grid_of(pin(lo), pin(hi), K_UNIT)
+    s_byte = tl.reshape(s_byte, [8, CB])
+    z_byte = tl.reshape(z_byte, [8, CB])
     at = lane_at(channel, D)
     meta_ptr = tl.where(at < D // 2, k_frame, v_frame - D // 2) + 4 * D + at
     tl.store(meta_ptr, (s_byte | (z_byte << 8)).to(tl.uint16), mask=ok)
-    steps = tl.div_rn(k, tl.broadcast_to(scale_value(s_byte, K_UNIT)[None], k.shape)) - offset_value(z_byte)[None]
+    steps = divided(k, scale_value(s_byte, K_UNIT)[None], FMA) - offset_value(z_byte)[None]
     word = offs_t[:, None] * C + offs_c[None, :]
     ok2 = (offs_c < C)[None, :] & (offs_t >= 0)[:, None]
     offs_m = tl.arange(0, 256)
@@ -176,11 +192,11 @@ def write_pages_kernel(k_ptr, v_ptr, src_ptr, rows_ptr, arena_ptr, frames_ptr, s
     # V: a group is a token
     lo = tl.min(tl.min(tl.where(ok3, v, float("inf")), 2), 1)
     hi = tl.max(tl.max(tl.where(ok3, v, -float("inf")), 2), 1)
-    s_byte, z_byte = grid_of(lo, hi, V_UNIT)  # [32]
+    s_byte, z_byte = grid_of(pin(lo), pin(hi), V_UNIT)  # [32]
     at = lane_at(offs_t, 32)
     meta_ptr = tl.where(at < 16, k_frame, v_frame - 16) + (4 * D + D // 2) + at
     tl.store(meta_ptr, (s_byte | (z_byte << 8)).to(tl.uint16))
-    steps = tl.div_rn(v, tl.broadcast_to(scale_value(s_byte, V_UNIT)[:, None, None], v.shape)) - offset_value(z_byte)[:, None, None]
+    steps = divided(v, scale_value(s_byte, V_UNIT)[:, None, None], FMA) - offset_value(z_byte)[:, None, None]
     word = offs_c[None, :] * 32 + offs_t[:, None]
     for i in tl.static_range(V_PLANES):
         base = arena_ptr + tl.load(frames_ptr + 2 * i + 1).to(tl.int64) * stride_frame
@@ -190,12 +206,12 @@ def write_pages_kernel(k_ptr, v_ptr, src_ptr, rows_ptr, arena_ptr, frames_ptr, s
 
 
 @triton.jit
-def write_dense_kernel(k_ptr, v_ptr, arena_ptr, frames_ptr, tokens_ptr, stride_kt, stride_kh, stride_vt, stride_vh, stride_frame, stride_head,
+def write_dense_kernel(k_ptr, v_ptr, arena_ptr, frames_ptr, tokens_ptr, stride_kt, stride_kh, stride_vt, stride_vh, stride_frame, stride_head, heads,
                        N: tl.constexpr, NUMBERS: tl.constexpr, D: tl.constexpr, DB: tl.constexpr):  # fmt: skip
-    """grid (tokens, KV heads). k, v [T, H, D]; frames [T, N] of each token's page, tokens [T] inside it. Strides of frames and heads
+    """grid (tokens * KV heads,). k, v [T, H, D]; frames [T, N] of each token's page, tokens [T] inside it. Strides of frames and heads
     count numbers."""
-    t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    t = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     offs_d = tl.arange(0, DB)
     ok = offs_d < D
     number = tl.load(tokens_ptr + t) * D + offs_d
@@ -212,22 +228,21 @@ def gathered_steps(arena_ptr, row_ptr, stride_frame, word, ok, FIRST: tl.constex
     f = tl.arange(0, 8)
     out = tl.zeros([word.shape[0], 8, word.shape[1]], tl.float32) + (1.5 if PLANES == 1 else (0.0 if PLANES == 2 else -7.5 / 16))
     for i in tl.static_range(PLANES):
-        weight: tl.constexpr = 4.0 / (4**i)
         id = tl.load(row_ptr + FIRST + 2 * i).to(tl.int64)
         w = tl.load(arena_ptr + id * stride_frame + word, mask=ok, other=0).to(tl.int32)
-        out += ((w[:, None, :] >> field_bit(f, i)[None, :, None]) & 3).to(tl.float32) * weight
+        out += ((w[:, None, :] >> field_bit(f, i)[None, :, None]) & 3).to(tl.float32) * (4.0 / 4**i)
     return out
 
 
 @triton.jit
 def gather_kernel(arena_ptr, dense_ptr, src_ptr, picks_ptr, dst_ptr, stride_frame, stride_head, heads,
                   N: tl.constexpr, N_DENSE: tl.constexpr, K_PLANES: tl.constexpr, V_PLANES: tl.constexpr, D: tl.constexpr, CB: tl.constexpr):  # fmt: skip
-    """grid (dense pages, KV heads). picks [M, 32, H]: token 32 * page + t of the source pages src [P, N], or -1 for nothing; dst
+    """grid (dense pages * KV heads,). picks [M, 32, H]: token 32 * page + t of the source pages src [P, N], or -1 for nothing; dst
     [M, N_DENSE]. K_PLANES 0: the source pages are dense too."""
     C: tl.constexpr = D // 8
     WORDS: tl.constexpr = 4 * D + (D + 32) // 2
-    page = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    page = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     offs_t = tl.arange(0, 32)
     offs_f = tl.arange(0, 8)
     offs_c = tl.arange(0, CB)
@@ -290,9 +305,10 @@ def write_pages_triton(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     words = arena.view(torch.uint16)
     if p:
-        write_pages_kernel[(p, h)](
-            k, v, words, frames, words, frames, *k.stride()[:3], *v.stride()[:3], words.stride(0), words.stride(1), N_SRC=1, SETTLE=False,
-            K_PLANES=tier.k_planes, V_PLANES=tier.v_planes, D=d, CB=_block(d), num_warps=4,
+        write_pages_kernel[(p * h,)](
+            k, v, words, frames, words, frames, *k.stride()[:3], *v.stride()[:3], words.stride(0), words.stride(1), h, N_SRC=1, SETTLE=False,
+            K_PLANES=tier.k_planes, V_PLANES=tier.v_planes, D=d, CB=_block(d), FMA=not backend.interpreting(),
+            num_warps=4,
         )  # fmt: skip
 
 
@@ -303,9 +319,10 @@ def settle_pages_triton(arena: Tensor, src_frames: Tensor, dst_frames: Tensor, t
     _checked_head_dim(arena, head_dim)
     words, numbers = arena.view(torch.uint16), arena.view(dense_dtype)
     if len(src_frames):
-        write_pages_kernel[(len(src_frames), arena.shape[1])](
-            numbers, numbers, numbers, src_frames.contiguous(), words, dst_frames.contiguous(), 0, 0, 0, 0, 0, 0, words.stride(0), words.stride(1),
-            N_SRC=src_frames.shape[1], SETTLE=True, K_PLANES=tier.k_planes, V_PLANES=tier.v_planes, D=head_dim, CB=_block(head_dim), num_warps=4,
+        write_pages_kernel[(len(src_frames) * arena.shape[1],)](
+            numbers, numbers, numbers, src_frames.contiguous(), words, dst_frames.contiguous(), 0, 0, 0, 0, 0, 0, words.stride(0), words.stride(1), arena.shape[1],
+            N_SRC=src_frames.shape[1], SETTLE=True, K_PLANES=tier.k_planes, V_PLANES=tier.v_planes, D=head_dim, CB=_block(head_dim),
+            FMA=not backend.interpreting(), num_warps=4,
         )  # fmt: skip
 
 
@@ -315,8 +332,8 @@ def write_dense_triton(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor,
     numbers = arena.view(k.dtype)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     if n:
-        write_dense_kernel[(n, h)](
-            k, v, numbers, frames.contiguous(), tokens, *k.stride()[:2], *v.stride()[:2], numbers.stride(0), numbers.stride(1),
+        write_dense_kernel[(n * h,)](
+            k, v, numbers, frames.contiguous(), tokens, *k.stride()[:2], *v.stride()[:2], numbers.stride(0), numbers.stride(1), h,
             N=frames.shape[1], NUMBERS=numbers.shape[2], D=d, DB=triton.next_power_of_2(d), num_warps=1,
         )  # fmt: skip
 
@@ -329,7 +346,7 @@ def gather_pages_triton(arena: Tensor, src_frames: Tensor, tier: Tier, picks: Te
     _checked_head_dim(arena, head_dim)
     words, numbers = arena.view(torch.uint16), arena.view(dense_dtype)
     if len(picks):
-        gather_kernel[(len(picks), arena.shape[1])](
+        gather_kernel[(len(picks) * arena.shape[1],)](
             words, numbers, src_frames.contiguous(), picks.contiguous(), dst_frames.contiguous(), words.stride(0), words.stride(1), arena.shape[1],
             N=src_frames.shape[1], N_DENSE=dense.num_frames(head_dim, 2, arena.shape[2]), K_PLANES=tier.k_planes, V_PLANES=tier.v_planes,
             D=head_dim, CB=_block(head_dim), num_warps=4,
