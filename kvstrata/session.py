@@ -93,7 +93,7 @@ class Session:
             store = Store(store_config(model, capacity, codec=codec, window=window, dense_dtype=dense_dtype), model.device)
         self.store = store
         settings = dict(policy_settings or {})
-        if policy in ("uniform", "role"):
+        if policy in ("uniform", "role", "triaxial"):
             settings.setdefault("tiers", store.layout.codec.tiers)
         self.policy = make_policy(policy, **settings)
         self.reports: list[TurnReport] = []

@@ -7,6 +7,7 @@ from kvstrata.config import from_dict
 from kvstrata.policy.budget import Budget, BudgetTooSmallError, Signals
 from kvstrata.policy.full import Full
 from kvstrata.policy.role import ByRole
+from kvstrata.policy.triaxial import TriAxial
 from kvstrata.policy.uniform import Uniform
 from kvstrata.policy.window import Window
 from kvstrata.types import Plan, Span
@@ -21,7 +22,7 @@ class Policy(Protocol):
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan: ...
 
 
-POLICIES: dict[str, type[Policy]] = {"full": Full, "uniform": Uniform, "window": Window, "role": ByRole}
+POLICIES: dict[str, type[Policy]] = {"full": Full, "uniform": Uniform, "window": Window, "role": ByRole, "triaxial": TriAxial}
 
 
 def make_policy(name: str, **settings: Any) -> Policy:

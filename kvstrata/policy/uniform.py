@@ -7,7 +7,7 @@ from kvstrata.policy.budget import QUANTIZED, Budget, Signals, check_sinks, chec
 from kvstrata.types import Plan, Span, Tier
 
 
-def _spread(page: int) -> float:
+def spread(page: int) -> float:
     """Multiples of the golden ratio: any number of the lowest is spread evenly, and is among the lowest of a longer sequence. So a
     later plan raises pages that an earlier one raised, where others have lost the plane for good."""
     return page * 0.6180339887498949 % 1
@@ -43,7 +43,7 @@ class Uniform:
             higher = ladder[ladder.index(tier) + 1]
             step = budget.tier_bytes[higher] - budget.tier_bytes[tier]
             raised = min((budget.limit - budget.cost(tiers)) // step, len(body))
-            for page in sorted(body, key=_spread)[:raised]:
+            for page in sorted(body, key=spread)[:raised]:
                 tiers[page] = higher
         return Plan(tuple(tiers), tier)
 
