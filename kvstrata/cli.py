@@ -1,4 +1,4 @@
-"""The command line: demo, tag, eval, chat. Imports torch and the rest only inside commands, so that --help answers at once.
+"""The command line: demo, tag, eval, chat, calibrate. Imports torch and the rest only inside commands, so that --help answers at once.
 
 Exit codes: 0 done, 1 a part failed (each named on stderr; the rest ran), 2 the command was called wrongly.
 """
@@ -26,7 +26,7 @@ app = typer.Typer(
 out, err = Console(), Console(stderr=True)
 
 Model = Annotated[str, typer.Option(help="Folder, hub id, or smollm2, qwen05, qwen15.")]
-Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role.")]
+Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role, triaxial.")]
 TierName = Annotated[str | None, typer.Option(help="Tier of policies that take one: INT2, INT3, INT4, INT8, BF16.")]
 Budget = Annotated[float | None, typer.Option(help="Real bits per KV element, everything counted; instead of --tier.")]
 Codec = Annotated[str, typer.Option(help="planes, or a paper's layout: kivi, triaxial, hyquant, hyquant-fp, fp8, int8.")]
@@ -194,6 +194,37 @@ def tag(
             out.print(spans_table(conversation))
     for line in failed:
         err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    traces: Annotated[list[str], typer.Option(help="As of eval; may be given more than once.")],
+    out_path: Annotated[Path, typer.Option("--out", help="The profile. What is measured lies beside it, and is not measured again.")],
+    limit: Annotated[int | None, typer.Option(help="Conversations of each source at most.", min=1)] = 8,
+    skip: Annotated[int, typer.Option(help="Conversations of each source to leave out first, such as those to be judged on.", min=0)] = 0,
+    codec: Codec = "planes",
+    seed: Annotated[int, typer.Option(help="Chooses the queries.")] = 0,
+) -> None:
+    """Measure what coarsening each tag costs attention, for policy triaxial."""
+    from kvstrata.calibrate.run import calibrate as measure
+    from kvstrata.calibrate.run import samples
+
+    with usage_errors():
+        from kvstrata.eval.conversation import render
+        from kvstrata.eval.traces import load_traces
+
+        found = [load_traces(source, None if limit is None else skip + limit) for source in traces]
+    loaded, tokenizer = load_model(model)
+    read, failed = samples(lambda trace: render(tokenizer, trace), [t for f in found for t in f.traces[skip:]])
+    failed = [line for f in found for line in f.errors] + failed
+    for line in failed:
+        err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
+    with usage_errors(), progress_bar() as progress:
+        profile = measure(loaded, Path(model).name, read, out_path, codec=codec, seed=seed, progress=progress)
+    out.print(f"{len(profile.made['conversations'])} conversations, {profile.made['seconds']} s: {out_path}", soft_wrap=True, highlight=False)
     if failed:
         raise typer.Exit(1)
 

@@ -159,3 +159,17 @@ def test_the_module_runs_and_help_is_light() -> None:
     code = "import sys, kvstrata.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     light = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert light.stdout.strip() == "[]"
+
+
+def test_calibrate_writes_a_profile_that_a_policy_takes(invoke: Any, tmp_path: Path) -> None:
+    long = [*MESSAGES[:1], {"role": "user", "content": "A line of the report. " * 40}, *MESSAGES[1:]]
+    traces, out = tmp_path / "long.jsonl", tmp_path / "profile.json"
+    traces.write_text(json.dumps({"messages": long, "tools": [TOOL]}) + "\n{broken\n")
+    result = invoke("calibrate", "--model", "tiny", "--traces", traces, "--out", out)
+    assert result.exit_code == 1, result.output  # for the broken line, which is named; the rest ran
+    assert "line 2" in result.stderr
+    assert "1 conversations" in result.stdout
+    assert json.loads(out.read_text())["made"]["model"] == "tiny"
+    empty = invoke("calibrate", "--model", "tiny", "--traces", traces, "--out", out, "--skip", "9")
+    assert empty.exit_code == 2
+    assert "no conversation is long enough" in empty.stderr

@@ -45,6 +45,19 @@ class Sample:
         return hashlib.sha256(json.dumps([list(self.token_ids), tags]).encode()).hexdigest()
 
 
+def samples(render: Callable[[Any], Any], traces: Sequence[Any]) -> tuple[list[Sample], list[str]]:
+    """Traces as samples, and a line for each that `render` (kvstrata.eval.conversation) does not take."""
+    read, failed = [], []
+    for trace in traces:
+        try:
+            conversation = render(trace)
+        except ValueError as error:
+            failed.append(str(error))
+        else:
+            read.append(Sample(conversation.id, conversation.token_ids, conversation.spans))
+    return read, failed
+
+
 @dataclass
 class Part:
     """What one conversation adds to a profile; the fields are Profile's."""
