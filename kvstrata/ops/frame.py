@@ -67,9 +67,11 @@ def _inverse_lane_order(num: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: tuple[int, ...]) -> Tensor:
-    """2-bit codes int32 [..., 8, N] -> words int32 [..., N]."""
-    shifts = torch.tensor(bits, dtype=torch.int32, device=codes.device)[:, None]
-    return (codes << shifts).sum(-2, dtype=torch.int32)
+    """2-bit codes [..., 8, N], int16 or wider -> words [..., N] of the same dtype; in int16 the highest field is the sign's."""
+    words = codes[..., 0, :] << bits[0]
+    for field, bit in enumerate(bits[1:], 1):
+        words |= codes[..., field, :] << bit
+    return words
 
 
 @functools.cache
@@ -85,13 +87,13 @@ def words(frames: Tensor) -> Tensor:
 
 
 def k_plane(codes: Tensor, bits: tuple[int, ...]) -> Tensor:
-    """2-bit codes int32 [P, H, 32, D] -> words [P, H, 4D]."""
+    """2-bit codes [P, H, 32, D] -> words [P, H, 4D]."""
     p, h, t, d = codes.shape
     return pack(codes.view(p, h, t, NUM_FIELDS, d // NUM_FIELDS), bits).flatten(2)
 
 
 def v_plane(codes: Tensor, bits: tuple[int, ...]) -> Tensor:
-    """2-bit codes int32 [P, H, 32, D] -> words [P, H, 4D]."""
+    """2-bit codes [P, H, 32, D] -> words [P, H, 4D]."""
     p, h, t, d = codes.shape
     return pack(codes.transpose(2, 3).reshape(p, h, NUM_FIELDS, d // NUM_FIELDS * t), bits)
 

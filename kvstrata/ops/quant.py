@@ -23,6 +23,7 @@ from torch.nn.functional import embedding
 from kvstrata.ops import frame
 from kvstrata.types import PAGE_SIZE, Tier
 
+_ENCODE_PAGES = 64
 K_UNIT, V_UNIT = 64.0, 8.0
 """What the stored scale is multiplied by: the largest scale is 124 (K) or 15.5 (V), the smallest 2**-12 or 2**-15."""
 _LARGEST_SCALE = 1.9375
@@ -39,15 +40,20 @@ class NonFiniteError(ValueError):
         self.where = where
 
 
+def all_finite(x: Tensor) -> bool:
+    """Whether x holds neither NaN nor Inf, in one pass without a temporary of its size."""
+    return not x.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(x))
+
+
 def check_finite(k: Tensor, v: Tensor) -> None:
     """k, v [P, 32, H, D]. Raises NonFiniteError naming the first page, token and head that holds NaN or Inf."""
     for name, x in (("K", k), ("V", v)):
-        bad = ~torch.isfinite(x)
-        if bad.any():
-            page, token, head, channel = bad.nonzero()[0].tolist()
-            value = x[page, token, head, channel].item()
-            raise NonFiniteError(f"{name} is {value} at page {page}, token {token}, KV head {head}, channel {channel}; "
-                                 "keys and values must be finite", (name, page, token, head))  # fmt: skip
+        if all_finite(x):
+            continue
+        page, token, head, channel = (~torch.isfinite(x)).nonzero()[0].tolist()
+        value = x[page, token, head, channel].item()
+        raise NonFiniteError(f"{name} is {value} at page {page}, token {token}, KV head {head}, channel {channel}; "
+                             "keys and values must be finite", (name, page, token, head))  # fmt: skip
 
 
 def check_pages(k: Tensor, v: Tensor) -> None:
@@ -113,8 +119,11 @@ def _grid(x: Tensor, dim: int, unit: float) -> tuple[Tensor, Tensor, Tensor]:
     for _ in range(8):
         s = _scale_value(s_byte, unit)
         z = _offset_value(_offset_byte(lo / s + 0.5))
+        short = (z + 15.5) * s < hi
+        if not short.any():
+            break
         wider = torch.maximum(s_byte + 1, _scale_byte((hi - z * s) / 15.5, unit))
-        s_byte = torch.where((z + 15.5) * s < hi, wider, s_byte).clamp(max=255)
+        s_byte = torch.where(short, wider, s_byte).clamp(max=255)
     s = _scale_value(s_byte, unit)
     z_byte = _offset_byte(lo / s + 0.5)
     return s_byte, z_byte, x / s - _offset_value(z_byte)
@@ -122,10 +131,11 @@ def _grid(x: Tensor, dim: int, unit: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def _codes(steps: Tensor, planes: int) -> list[Tensor]:
     """Steps from lo -> 2-bit codes, one a plane: base, refinement, residual high, residual low."""
-    q = steps.round().clamp(0, 15)
-    out = [q.int() >> 2, q.int() & 3]
+    rounded = steps.round().clamp_(0, 15)
+    q = rounded.short()
+    out = [q >> 2, q & 3]
     if planes == 4:
-        r = ((steps - q) * 16 + 7.5).round().clamp(0, 15).int()
+        r = ((steps - rounded) * 16 + 7.5).round().clamp(0, 15).short()
         out += [r >> 2, r & 3]
     return out[:planes]
 
@@ -139,11 +149,17 @@ def encode(k: Tensor, v: Tensor, tier: Tier) -> Tensor:
     if not tier.k_planes:
         raise ValueError(f"tier {tier.name} has no planes; accepted: INT2, INT3, INT4, INT8")
     check_pages(k, v)
-    k, v = (x.float().transpose(1, 2) for x in (k, v))
+    # a few pages at a time stay in a core's cache
+    return torch.cat([_encode(*pages, tier) for pages in zip(k.split(_ENCODE_PAGES), v.split(_ENCODE_PAGES), strict=True)])
+
+
+def _encode(k: Tensor, v: Tensor, tier: Tier) -> Tensor:
+    k, v = (x.float().transpose(1, 2).contiguous() for x in (k, v))
     k_scale, k_offset, k_steps = _grid(k, 2, K_UNIT)
     v_scale, v_offset, v_steps = _grid(v, 3, V_UNIT)
     k_codes, v_codes = _codes(k_steps, tier.k_planes), _codes(v_steps, tier.v_planes)
-    metadata = frame.join_metadata((k_scale | k_offset << 8).squeeze(2), (v_scale | v_offset << 8).squeeze(3))
+    words = ((k_scale | k_offset << 8).squeeze(2).short(), (v_scale | v_offset << 8).squeeze(3).short())
+    metadata = frame.join_metadata(*words)
     nothing = torch.zeros_like(metadata[0])
     out = []
     for i in range(tier.k_planes):
@@ -151,7 +167,7 @@ def encode(k: Tensor, v: Tensor, tier: Tier) -> Tensor:
         out.append(torch.cat([frame.k_plane(k_codes[i], bits), metadata[0] if i == 0 else nothing], -1))
         if i < tier.v_planes:
             out.append(torch.cat([frame.v_plane(v_codes[i], bits), metadata[1] if i == 0 else nothing], -1))
-    return torch.stack(out, 1).to(torch.int16).view(torch.uint8)
+    return torch.stack(out, 1).view(torch.uint8)
 
 
 def _planes_of(tier: Tier) -> tuple[list[int], list[int]]:

@@ -199,7 +199,7 @@ class Step:
         if k.is_cuda:
             return
         for name, x in (("K", k), ("V", v)):
-            if bool(torch.isfinite(x).all()):
+            if quant.all_finite(x):
                 continue
             row, head, channel = (~torch.isfinite(x)).nonzero()[0].tolist()
             b = next(i for i in range(len(self._sequences)) if row < self.cu_seqlens[i + 1])
