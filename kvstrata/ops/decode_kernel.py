@@ -28,7 +28,7 @@ from kvstrata.types import Tier
 
 TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
 """The order in which a sequence's programs take its tiers."""
-COSTS = {Tier.BF16: 110, Tier.INT8: 48, Tier.INT4: 27, Tier.INT3: 23, Tier.INT2: 20}
+COSTS = {Tier.BF16: 80, Tier.INT8: 48, Tier.INT4: 27, Tier.INT3: 23, Tier.INT2: 20}
 """What a page costs a program, relative to the others (measured)."""
 NUM_STAGES = 3
 MAX_REGISTERS = None
@@ -321,17 +321,15 @@ def attend_planes(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo
 
 
 @triton.jit
-def dense_tile(arena_ptr, row_ptr, live, stride_frame, FIRST: tl.constexpr, CHUNKS: tl.constexpr, LIVE: tl.constexpr, D: tl.constexpr, DB: tl.constexpr):
-    """[32, DB] 16-bit numbers of a dense page: 16-byte chunks from FIRST on, CHUNKS to a frame; with LIVE, 0 for dead tokens."""
-    offs_t = tl.arange(0, 32)[:, None]
-    offs_d = tl.arange(0, DB // 8)[None, :]
-    chunk = FIRST + offs_t * (D // 8) + offs_d
-    ok = (offs_d < D // 8) & (offs_t >= 0)
-    if LIVE:
-        # a token that was never written may hold NaN
-        ok &= ((live >> offs_t) & 1) != 0
-    id = tl.load(row_ptr + chunk // CHUNKS, mask=ok, other=0)
-    at = arena_ptr + (id.to(tl.int64) * stride_frame + chunk % CHUNKS * 8)
+def dense_ids(row_ptr, chunk, ok, CHUNKS: tl.constexpr):
+    """Frames of a dense page's 16-byte chunks, CHUNKS to a frame."""
+    return tl.load(row_ptr + chunk // CHUNKS, mask=ok, other=0)
+
+
+@triton.jit
+def dense_tile(arena_ptr, ids, chunk, ok, stride_frame, CHUNKS: tl.constexpr, DB: tl.constexpr):
+    """[32, DB] 16-bit numbers of a dense page; 0 where not ok [32, DB / 8]."""
+    at = arena_ptr + (ids.to(tl.int64) * stride_frame + chunk % CHUNKS * 8)
     at = at[:, :, None] + tl.arange(0, 8)[None, None, :]
     return tl.reshape(tl.load(at, mask=ok[:, :, None] & (tl.arange(0, 8) >= 0)[None, None, :], other=0.0), [32, DB])
 
@@ -349,16 +347,30 @@ def attend_dense(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo,
     m = tl.full([G], -1e30, tl.float32)
     total = tl.zeros([G], tl.float32)
     acc = tl.zeros([DB, G], tl.float32)
-    for i in tl.range(lo, hi, num_stages=3):
-        row_ptr = frames_ptr + i * N
-        live = 0
+    chunk = offs_t[:, None] * (D // 8) + tl.arange(0, DB // 8)[None, :]
+    inside = (tl.arange(0, DB // 8) < D // 8)[None, :] & (offs_t >= 0)[:, None]
+    # frames and live masks are looked up one page before they are needed
+    k_ids = dense_ids(frames_ptr + lo * N, chunk, inside, CHUNKS)
+    v_ids = dense_ids(frames_ptr + lo * N, chunk + 4 * D, inside, CHUNKS)
+    live = 0
+    if LIVE:
+        live = tl.load(live_ptr + lo * stride_live)
+    # two stages: with three, the buffers would keep the eighth program off a multiprocessor
+    for i in tl.range(lo, hi, num_stages=2):
+        ok = inside
         if LIVE:
-            live = tl.load(live_ptr + i * stride_live)
-        k = dense_tile(arena_ptr, row_ptr, live, stride_frame, 0, CHUNKS, LIVE, D, DB)
-        v = dense_tile(arena_ptr, row_ptr, live, stride_frame, 4 * D, CHUNKS, LIVE, D, DB)
+            # a token that was never written may hold NaN
+            ok = inside & (((live >> offs_t) & 1) != 0)[:, None]
+        k = dense_tile(arena_ptr, k_ids, chunk, ok, stride_frame, CHUNKS, DB)
+        v = dense_tile(arena_ptr, v_ids, chunk + 4 * D, ok, stride_frame, CHUNKS, DB)
         s = tl.dot(k, q) * qk_scale
         if LIVE:
             s = keep(s, live)
+        j = tl.minimum(i + 1, hi - 1)
+        k_ids = dense_ids(frames_ptr + j * N, chunk, inside, CHUNKS)
+        v_ids = dense_ids(frames_ptr + j * N, chunk + 4 * D, inside, CHUNKS)
+        if LIVE:
+            live = tl.load(live_ptr + j * stride_live)
         m_new = tl.maximum(m, tl.max(s, 0))
         alpha = tl.exp2(m - m_new)
         m = m_new
@@ -376,24 +388,28 @@ def attend_dense(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo,
 
 
 @triton.jit
-def parts_of(counts_ptr, offs_b, batch, spare, total, COST: tl.constexpr, LEAST: tl.constexpr, PRESENT: tl.constexpr):
-    """Programs for a tier's pages of each sequence: one, and a share of the spare ones."""
+def cost_of(counts_ptr, offs_b, batch, COST: tl.constexpr, PRESENT: tl.constexpr):
+    """Cost of a tier's pages of each sequence, int32."""
     if PRESENT:
-        count = tl.load(counts_ptr + offs_b, mask=offs_b < batch, other=0)
-        share = (count * COST).to(tl.float32) * spare / tl.maximum(total, 1.0)
-        # rounded down a little too far, so that the sum never exceeds what there is
-        parts = 1 + (share * 0.99999).to(tl.int32)
-        return tl.where(count > 0, tl.minimum(parts, (count + LEAST - 1) // LEAST), 0)
-    return tl.zeros_like(offs_b)
+        out = tl.load(counts_ptr + offs_b, mask=offs_b < batch, other=0) * COST
+    else:
+        out = tl.zeros_like(offs_b)
+    return out
 
 
 @triton.jit
-def cost_of(counts_ptr, offs_b, batch, COST: tl.constexpr, PRESENT: tl.constexpr):
-    """(cost of all pages of a tier, sequences that have some), float32."""
-    if PRESENT:
-        count = tl.load(counts_ptr + offs_b, mask=offs_b < batch, other=0).to(tl.float32)
-        return tl.sum(count * COST, 0), tl.sum((count > 0).to(tl.float32), 0)
-    return 0.0, 0.0
+def run_of(begin, end, before, cost, COST: tl.constexpr):
+    """Pages of a tier, whose costs lie in [before, before + cost) of a sequence's, that start in [begin, end)."""
+    count = cost // COST
+    lo = tl.minimum((tl.maximum(begin - before, 0) + COST - 1) // COST, count)
+    hi = tl.minimum((tl.maximum(end - before, 0) + COST - 1) // COST, count)
+    return lo.to(tl.int32), hi.to(tl.int32)
+
+
+@triton.jit
+def nothing(stat_ptr):
+    tl.store(stat_ptr + tl.arange(0, 16), tl.full([16], -1e30, tl.float32))
+    tl.store(stat_ptr + 16 + tl.arange(0, 16), tl.zeros([16], tl.float32))
 
 
 @triton.jit
@@ -414,84 +430,106 @@ def decode_kernel(q_ptr, arena_ptr, dense_ptr, part_ptr, stat_ptr, plan_ptr,
                   COST16: tl.constexpr, COST8: tl.constexpr, COST4: tl.constexpr, COST3: tl.constexpr, COST2: tl.constexpr,
                   N16: tl.constexpr, CHUNKS: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
                   G: tl.constexpr, D: tl.constexpr, CB: tl.constexpr, DB: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """grid (H, parts a head). q [B, Hq, D]; part [H, parts, group, D] and stat [H, parts, 2, 16] float32: sum of p * v, and (largest
-    logit, sum of p) of each head; plan int32 [2, B]: first part and number of parts of each sequence. rowsT: pages of a row of tier
-    T's table; headsT: KV heads of its live masks, 1 or H. Strides count 16-bit words."""
+    """grid (H, parts a head). q [B, Hq, D]; part [H, parts, S, group, D] and stat [H, parts, S, 2, 16] float32, S the number of tiers:
+    sum of p * v, and (largest logit, sum of p) of each head; plan int32 [2, B]: first part and number of parts of each sequence.
+    rowsT: pages of a row of tier T's table; headsT: KV heads of its live masks, 1 or H. Strides count 16-bit words.
+
+    A sequence's pages, tier after tier, are a line of costs, cut into equal parts: a part may end in one tier and go on in the next."""
+    S: tl.constexpr = HAS16 + HAS8 + HAS4 + HAS3 + HAS2
     head = tl.program_id(0)
     slot = tl.program_id(1)
     slots = tl.num_programs(1)
     offs_b = tl.arange(0, BATCH)
-    cost16, some16 = cost_of(counts16_ptr, offs_b, batch, COST16, HAS16)
-    cost8, some8 = cost_of(counts8_ptr, offs_b, batch, COST8, HAS8)
-    cost4, some4 = cost_of(counts4_ptr, offs_b, batch, COST4, HAS4)
-    cost3, some3 = cost_of(counts3_ptr, offs_b, batch, COST3, HAS3)
-    cost2, some2 = cost_of(counts2_ptr, offs_b, batch, COST2, HAS2)
-    total = cost16 + cost8 + cost4 + cost3 + cost2
-    spare = slots - (some16 + some8 + some4 + some3 + some2)
-    parts16 = parts_of(counts16_ptr, offs_b, batch, spare, total, COST16, 1, HAS16)
-    parts8 = parts_of(counts8_ptr, offs_b, batch, spare, total, COST8, LEAST, HAS8)
-    parts4 = parts_of(counts4_ptr, offs_b, batch, spare, total, COST4, LEAST, HAS4)
-    parts3 = parts_of(counts3_ptr, offs_b, batch, spare, total, COST3, LEAST, HAS3)
-    parts2 = parts_of(counts2_ptr, offs_b, batch, spare, total, COST2, LEAST, HAS2)
-    parts = parts16 + parts8 + parts4 + parts3 + parts2
+    cost16 = cost_of(counts16_ptr, offs_b, batch, COST16, HAS16)
+    cost8 = cost_of(counts8_ptr, offs_b, batch, COST8, HAS8)
+    cost4 = cost_of(counts4_ptr, offs_b, batch, COST4, HAS4)
+    cost3 = cost_of(counts3_ptr, offs_b, batch, COST3, HAS3)
+    cost2 = cost_of(counts2_ptr, offs_b, batch, COST2, HAS2)
+    cost = cost16 + cost8 + cost4 + cost3 + cost2
+    total = tl.maximum(tl.sum(cost.to(tl.float32), 0), 1.0)
+    spare = slots - tl.sum((cost > 0).to(tl.int32), 0)
+    # one for each sequence, and shares of the rest, rounded down a little too far, so that the sum never exceeds what there is
+    parts = 1 + (cost.to(tl.float32) * spare / total * 0.99999).to(tl.int32)
+    parts = tl.where(cost > 0, tl.minimum(parts, (cost + LEAST - 1) // LEAST), 0)
     ends = tl.cumsum(parts, 0)
     if (head == 0) & (slot == 0):
         tl.store(plan_ptr + offs_b, ends - parts, mask=offs_b < batch)
         tl.store(plan_ptr + batch + offs_b, parts, mask=offs_b < batch)
     b = tl.sum((ends <= slot).to(tl.int32), 0)
     if b < batch:
-        index = slot - pick(ends - parts, offs_b, b)
+        index = (slot - pick(ends - parts, offs_b, b)).to(tl.int64)
+        whole = pick(cost, offs_b, b)
+        share = pick(parts, offs_b, b)
+        begin = whole * index // share
+        end = whole * (index + 1) // share
         heads = tl.num_programs(0)
         q_ptr += (b * heads + head).to(tl.int64) * (group * D)
-        row = (head * slots + slot).to(tl.int64)
+        row = (head * slots + slot).to(tl.int64) * S
         part_ptr += row * (group * D)
         stat_ptr += row * 32
         arena_ptr += head * stride_head
         dense_ptr += head * stride_head
-        n16 = pick(parts16, offs_b, b)
-        n8 = pick(parts8, offs_b, b)
-        n4 = pick(parts4, offs_b, b)
-        n3 = pick(parts3, offs_b, b)
+        before = 0
         if HAS16:
-            if index < n16:
-                count = tl.load(counts16_ptr + b)
-                first_page = b * rows16
-                attend_dense(q_ptr, dense_ptr, frames16_ptr + first_page.to(tl.int64) * N16, live16_ptr + first_page.to(tl.int64) * heads16 + head % heads16,
-                             part_ptr, stat_ptr, count * index // n16, count * (index + 1) // n16, group, qk_scale, stride_frame, heads16,
-                             N16, CHUNKS, LIVE16, G, D, DB, ASM)  # fmt: skip
-        index -= n16
+            own = pick(cost16, offs_b, b)
+            lo, hi = run_of(begin, end, before, own, COST16)
+            if lo < hi:
+                first_page = (b * rows16).to(tl.int64)
+                attend_dense(q_ptr, dense_ptr, frames16_ptr + first_page * N16, live16_ptr + first_page * heads16 + head % heads16, part_ptr, stat_ptr,
+                     lo, hi, group, qk_scale, stride_frame, heads16, N16, CHUNKS, LIVE16, G, D, DB, ASM)  # fmt: skip
+            else:
+                nothing(stat_ptr)
+            part_ptr += group * D
+            stat_ptr += 32
+            before += own
         if HAS8:
-            if (index >= 0) & (index < n8):
-                count = tl.load(counts8_ptr + b)
-                first_page = b * rows8
-                attend_planes(q_ptr, arena_ptr, frames8_ptr + first_page.to(tl.int64) * 8, live8_ptr + first_page.to(tl.int64) * heads8 + head % heads8,
-                              part_ptr, stat_ptr, count * index // n8, count * (index + 1) // n8, group, qk_scale, stride_frame, heads8,
-                              4, 4, LIVE8, G, D, CB, ASM)  # fmt: skip
-        index -= n8
+            own = pick(cost8, offs_b, b)
+            lo, hi = run_of(begin, end, before, own, COST8)
+            if lo < hi:
+                first_page = (b * rows8).to(tl.int64)
+                attend_planes(q_ptr, arena_ptr, frames8_ptr + first_page * 8, live8_ptr + first_page * heads8 + head % heads8, part_ptr, stat_ptr,
+                     lo, hi, group, qk_scale, stride_frame, heads8, 4, 4, LIVE8, G, D, CB, ASM)  # fmt: skip
+            else:
+                nothing(stat_ptr)
+            part_ptr += group * D
+            stat_ptr += 32
+            before += own
         if HAS4:
-            if (index >= 0) & (index < n4):
-                count = tl.load(counts4_ptr + b)
-                first_page = b * rows4
-                attend_planes(q_ptr, arena_ptr, frames4_ptr + first_page.to(tl.int64) * 4, live4_ptr + first_page.to(tl.int64) * heads4 + head % heads4,
-                              part_ptr, stat_ptr, count * index // n4, count * (index + 1) // n4, group, qk_scale, stride_frame, heads4,
-                              2, 2, LIVE4, G, D, CB, ASM)  # fmt: skip
-        index -= n4
+            own = pick(cost4, offs_b, b)
+            lo, hi = run_of(begin, end, before, own, COST4)
+            if lo < hi:
+                first_page = (b * rows4).to(tl.int64)
+                attend_planes(q_ptr, arena_ptr, frames4_ptr + first_page * 4, live4_ptr + first_page * heads4 + head % heads4, part_ptr, stat_ptr,
+                     lo, hi, group, qk_scale, stride_frame, heads4, 2, 2, LIVE4, G, D, CB, ASM)  # fmt: skip
+            else:
+                nothing(stat_ptr)
+            part_ptr += group * D
+            stat_ptr += 32
+            before += own
         if HAS3:
-            if (index >= 0) & (index < n3):
-                count = tl.load(counts3_ptr + b)
-                first_page = b * rows3
-                attend_planes(q_ptr, arena_ptr, frames3_ptr + first_page.to(tl.int64) * 3, live3_ptr + first_page.to(tl.int64) * heads3 + head % heads3,
-                              part_ptr, stat_ptr, count * index // n3, count * (index + 1) // n3, group, qk_scale, stride_frame, heads3,
-                              2, 1, LIVE3, G, D, CB, ASM)  # fmt: skip
-        index -= n3
+            own = pick(cost3, offs_b, b)
+            lo, hi = run_of(begin, end, before, own, COST3)
+            if lo < hi:
+                first_page = (b * rows3).to(tl.int64)
+                attend_planes(q_ptr, arena_ptr, frames3_ptr + first_page * 3, live3_ptr + first_page * heads3 + head % heads3, part_ptr, stat_ptr,
+                     lo, hi, group, qk_scale, stride_frame, heads3, 2, 1, LIVE3, G, D, CB, ASM)  # fmt: skip
+            else:
+                nothing(stat_ptr)
+            part_ptr += group * D
+            stat_ptr += 32
+            before += own
         if HAS2:
-            if index >= 0:
-                n2 = pick(parts2, offs_b, b)
-                count = tl.load(counts2_ptr + b)
-                first_page = b * rows2
-                attend_planes(q_ptr, arena_ptr, frames2_ptr + first_page.to(tl.int64) * 2, live2_ptr + first_page.to(tl.int64) * heads2 + head % heads2,
-                              part_ptr, stat_ptr, count * index // n2, count * (index + 1) // n2, group, qk_scale, stride_frame, heads2,
-                              1, 1, LIVE2, G, D, CB, ASM)  # fmt: skip
+            own = pick(cost2, offs_b, b)
+            lo, hi = run_of(begin, end, before, own, COST2)
+            if lo < hi:
+                first_page = (b * rows2).to(tl.int64)
+                attend_planes(q_ptr, arena_ptr, frames2_ptr + first_page * 2, live2_ptr + first_page * heads2 + head % heads2, part_ptr, stat_ptr,
+                     lo, hi, group, qk_scale, stride_frame, heads2, 1, 1, LIVE2, G, D, CB, ASM)  # fmt: skip
+            else:
+                nothing(stat_ptr)
+            part_ptr += group * D
+            stat_ptr += 32
+            before += own
 
 
 @triton.jit
@@ -509,7 +547,7 @@ def rotate_rows(x, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["batch", "group", "slots"])
-def merge_kernel(part_ptr, stat_ptr, plan_ptr, out_ptr, lse_ptr, batch, group, slots,
+def merge_kernel(part_ptr, stat_ptr, plan_ptr, out_ptr, lse_ptr, batch, group, slots, S: tl.constexpr,
                  D: tl.constexpr, DB: tl.constexpr, ROTATION: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """grid (B, Hq). Parts of decode_kernel -> out [B, Hq, D], rotated back in blocks of ROTATION channels (0: not), lse [B, Hq]."""
     b = tl.program_id(0)
@@ -517,7 +555,7 @@ def merge_kernel(part_ptr, stat_ptr, plan_ptr, out_ptr, lse_ptr, batch, group, s
     kv_head = head // group
     g = head % group
     start = tl.load(plan_ptr + b)
-    parts = tl.load(plan_ptr + batch + b)
+    parts = tl.load(plan_ptr + batch + b) * S
     offs_d = tl.arange(0, DB)
     offs_s = tl.arange(0, STEP)
     m = -float("inf")
@@ -525,10 +563,11 @@ def merge_kernel(part_ptr, stat_ptr, plan_ptr, out_ptr, lse_ptr, batch, group, s
     acc = tl.zeros([DB], tl.float32)
     for i in range(0, parts, STEP):
         ok = i + offs_s < parts
-        row = (kv_head * slots + start + i + offs_s).to(tl.int64)
+        row = ((kv_head * slots + start) * S + i + offs_s).to(tl.int64)
         ms = tl.load(stat_ptr + row * 32 + g, mask=ok, other=-float("inf"))
         ls = tl.load(stat_ptr + row * 32 + 16 + g, mask=ok, other=0.0)
-        x = tl.load(part_ptr + (row * group + g)[:, None] * D + offs_d[None, :], mask=ok[:, None] & (offs_d < D)[None, :], other=0.0)
+        # a part without pages of a tier has written no sum
+        x = tl.load(part_ptr + (row * group + g)[:, None] * D + offs_d[None, :], mask=(ls > 0)[:, None] & (offs_d < D)[None, :], other=0.0)
         m_new = tl.maximum(m, tl.max(ms, 0))
         w = tl.exp2(ms - m_new)
         alpha = tl.exp2(m - m_new)
@@ -550,7 +589,7 @@ def merge_kernel(part_ptr, stat_ptr, plan_ptr, out_ptr, lse_ptr, batch, group, s
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """What a call of `decode_triton` writes. part float32 [H, parts, Hq / H, D], stat float32 [H, parts, 2, 16], plan int32 [2, B],
+    """What a call of `decode_triton` writes. part float32 [H, parts, tiers, Hq / H, D], stat float32 [H, parts, tiers, 2, 16], plan int32 [2, B],
     out [B, Hq, D], lse float32 [B, Hq]. A call with a workspace allocates nothing; its results are the workspace's out and lse."""
 
     part: Tensor
@@ -571,9 +610,9 @@ def make_workspace(q: Tensor, num_kv_heads: int, num_tiers: int = len(TIERS), pa
     b, hq, d = q.shape
     if parts is None:
         parts = _programs(q.device.index or 0) // num_kv_heads if q.is_cuda else 6
-    parts = max(parts, b * num_tiers)
+    parts = max(parts, b)
     new = functools.partial(torch.empty, device=q.device)
-    return Workspace(new(num_kv_heads, parts, hq // num_kv_heads, d), new(num_kv_heads, parts, 2, 16), new(2, b, dtype=torch.int32),
+    return Workspace(new(num_kv_heads, parts, num_tiers, hq // num_kv_heads, d), new(num_kv_heads, parts, num_tiers, 2, 16), new(2, b, dtype=torch.int32),
                      torch.empty_like(q), new(b, hq))  # fmt: skip
 
 
@@ -609,11 +648,12 @@ def decode_triton(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, d
     n16 = -(-128 * d // frame_bytes)
     decode_kernel[(h, parts)](
         q.contiguous(), words, dense, w.part, w.stat, w.plan, *args, b, group, scale * math.log2(math.e), words.stride(0), words.stride(1),
-        *has, *live, *(COSTS[t] for t in TIERS), N16=n16, CHUNKS=frame_bytes // 16, LEAST=4, BATCH=triton.next_power_of_2(b),
+        *has, *live, *(COSTS[t] for t in TIERS), N16=n16, CHUNKS=frame_bytes // 16, LEAST=4 * COSTS[Tier.INT2], BATCH=max(32, triton.next_power_of_2(b)),
         G=8 if group <= 8 else 16, D=d, CB=cb, DB=triton.next_power_of_2(d), ASM=not backend.interpreting(),
         num_warps=1, num_stages=NUM_STAGES, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
-    step = min(max(triton.next_power_of_2(-(-parts // b)), 8), 64)
-    merge_kernel[(b, hq)](w.part, w.stat, w.plan, w.out, w.lse, b, group, parts, D=d, DB=triton.next_power_of_2(d),
+    tiers = sum(has)
+    step = min(max(triton.next_power_of_2(-(-parts * tiers // b)), 8), 64)
+    merge_kernel[(b, hq)](w.part, w.stat, w.plan, w.out, w.lse, b, group, parts, S=tiers, D=d, DB=triton.next_power_of_2(d),
                           ROTATION=d & -d if rotated else 0, STEP=step, num_warps=8 if step > 16 else 4)  # fmt: skip
     return w.out, w.lse

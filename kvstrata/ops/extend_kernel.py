@@ -20,7 +20,7 @@ from kvstrata.ops.write_kernel import lane_at
 from kvstrata.types import Tier
 
 TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
-BLOCK_ROWS, NUM_WARPS, NUM_STAGES = 64, 4, 2
+BLOCK_ROWS, NUM_WARPS, NUM_STAGES, KEYS = 128, 8, 1, 128
 
 
 @triton.jit
@@ -71,13 +71,13 @@ def step(q, k, v, keep, m, total, acc, qk_scale):
 
 @triton.jit
 def walk_planes(q, arena_ptr, frames_ptr, live_ptr, count, m, total, acc, qk_scale, stride_frame, stride_live,
-                K_PLANES: tl.constexpr, V_PLANES: tl.constexpr, LIVE: tl.constexpr, D: tl.constexpr, CB: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """Two pages a step. q [M, 8 * CB] fp16 in the order of `joined`."""
+                K_PLANES: tl.constexpr, V_PLANES: tl.constexpr, LIVE: tl.constexpr, D: tl.constexpr, CB: tl.constexpr, KEYS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """KEYS / 32 pages a step. q [M, 8 * CB] fp16 in the order of `joined`."""
     C: tl.constexpr = D // 8
     N: tl.constexpr = K_PLANES + V_PLANES
     K_MIDDLE: tl.constexpr = 1.5 if K_PLANES == 1 else (0.0 if K_PLANES == 2 else -7.5 / 16)
     V_MIDDLE: tl.constexpr = 1.5 if V_PLANES == 1 else (0.0 if V_PLANES == 2 else -7.5 / 16)
-    offs_n = tl.arange(0, 64)
+    offs_n = tl.arange(0, KEYS)
     offs_c = tl.arange(0, CB)
     offs_i = tl.arange(0, 8 * CB)
     t = offs_n % 32
@@ -85,8 +85,8 @@ def walk_planes(q, arena_ptr, frames_ptr, live_ptr, count, m, total, acc, qk_sca
     v_word = offs_c[:, None] * 32 + t[None, :]
     k_ok = (offs_c < C)[None, :] & (offs_n >= 0)[:, None]
     v_ok = (offs_c < C)[:, None] & (offs_n >= 0)[None, :]
-    # K's metadata of two pages, [2 * 8 * CB]; V's, [64]
-    offs_j = tl.arange(0, 16 * CB)
+    # K's metadata of the step's pages, [KEYS / 32 * 8 * CB]; V's, [KEYS]
+    offs_j = tl.arange(0, KEYS // 4 * CB)
     c = offs_j % (8 * CB) // 8
     at = lane_at(offs_j % 8 * C + c, D)
     k_back = at // (D // 2)
@@ -99,7 +99,7 @@ def walk_planes(q, arena_ptr, frames_ptr, live_ptr, count, m, total, acc, qk_sca
     at = lane_at(t, 32)
     v_back = at // 16
     v_at = 4 * D + D // 2 + at - v_back * 16
-    for i in range(0, count, 2):
+    for i in range(0, count, KEYS // 32):
         page = tl.minimum(i + offs_n // 32, count - 1)
         row_ptr = frames_ptr + page * N
         k_id = tl.load(row_ptr).to(tl.int64)
@@ -123,8 +123,8 @@ def walk_planes(q, arena_ptr, frames_ptr, live_ptr, count, m, total, acc, qk_sca
             v3 = tl.load(arena_ptr + (tl.load(row_ptr + 7).to(tl.int64) * stride_frame)[None, :] + v_word, mask=v_ok, other=0)
         ids = tl.load(frames_ptr + tl.minimum(i + offs_j // (8 * CB), count - 1) * N + k_back).to(tl.int64)
         scale, offset = metadata(tl.load(arena_ptr + ids * stride_frame + k_at, mask=m_ok, other=0), 64.0, K_MIDDLE, ASM)
-        scale = tl.reshape(tl.broadcast_to(tl.reshape(scale, [2, 1, 8 * CB]), [2, 32, 8 * CB]), [64, 8 * CB])
-        offset = tl.reshape(tl.broadcast_to(tl.reshape(offset, [2, 1, 8 * CB]), [2, 32, 8 * CB]), [64, 8 * CB])
+        scale = tl.reshape(tl.broadcast_to(tl.reshape(scale, [KEYS // 32, 1, 8 * CB]), [KEYS // 32, 32, 8 * CB]), [KEYS, 8 * CB])
+        offset = tl.reshape(tl.broadcast_to(tl.reshape(offset, [KEYS // 32, 1, 8 * CB]), [KEYS // 32, 32, 8 * CB]), [KEYS, 8 * CB])
         k = numbers(k0, k1, k2, k3, unit[None, :], scale, offset, K_PLANES, False, ASM)
         scale, offset = metadata(tl.load(arena_ptr + tl.load(row_ptr + v_back).to(tl.int64) * stride_frame + v_at), 8.0, V_MIDDLE, ASM)
         v = numbers(v0, v1, v2, v3, unit[:, None], scale[None, :], offset[None, :], V_PLANES, True, ASM)
@@ -187,7 +187,7 @@ def extend_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, arena_ptr, dense_ptr,
                   HAS16: tl.constexpr, HAS8: tl.constexpr, HAS4: tl.constexpr, HAS3: tl.constexpr, HAS2: tl.constexpr,
                   LIVE16: tl.constexpr, LIVE8: tl.constexpr, LIVE4: tl.constexpr, LIVE3: tl.constexpr, LIVE2: tl.constexpr,
                   N16: tl.constexpr, NUMBERS: tl.constexpr, ROTATION: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-                  CB: tl.constexpr, DB: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+                  CB: tl.constexpr, DB: tl.constexpr, KEYS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """grid (tiles, H). q, out [N, Hq, D]; k, v [N, H, D]; tiles int32 [.., 4]: sequence, its first row, its tokens, first token of the
     tile. Row r of the tile is token r // G, query head r % G of the KV head's group."""
     tile = tl.program_id(0)
@@ -219,16 +219,16 @@ def extend_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, arena_ptr, dense_ptr,
         q = q.to(tl.float16)
         if HAS8:
             m, total, part = walk_planes(q, arena_ptr, frames8_ptr + row * rows8 * 8, live8_ptr + row * rows8 * heads8 + head % heads8,
-                                         tl.load(counts8_ptr + b), m, total, part, qk_scale, stride_frame, heads8, 4, 4, LIVE8, D, CB, ASM)  # fmt: skip
+                                         tl.load(counts8_ptr + b), m, total, part, qk_scale, stride_frame, heads8, 4, 4, LIVE8, D, CB, KEYS, ASM)  # fmt: skip
         if HAS4:
             m, total, part = walk_planes(q, arena_ptr, frames4_ptr + row * rows4 * 4, live4_ptr + row * rows4 * heads4 + head % heads4,
-                                         tl.load(counts4_ptr + b), m, total, part, qk_scale, stride_frame, heads4, 2, 2, LIVE4, D, CB, ASM)  # fmt: skip
+                                         tl.load(counts4_ptr + b), m, total, part, qk_scale, stride_frame, heads4, 2, 2, LIVE4, D, CB, KEYS, ASM)  # fmt: skip
         if HAS3:
             m, total, part = walk_planes(q, arena_ptr, frames3_ptr + row * rows3 * 3, live3_ptr + row * rows3 * heads3 + head % heads3,
-                                         tl.load(counts3_ptr + b), m, total, part, qk_scale, stride_frame, heads3, 2, 1, LIVE3, D, CB, ASM)  # fmt: skip
+                                         tl.load(counts3_ptr + b), m, total, part, qk_scale, stride_frame, heads3, 2, 1, LIVE3, D, CB, KEYS, ASM)  # fmt: skip
         if HAS2:
             m, total, part = walk_planes(q, arena_ptr, frames2_ptr + row * rows2 * 2, live2_ptr + row * rows2 * heads2 + head % heads2,
-                                         tl.load(counts2_ptr + b), m, total, part, qk_scale, stride_frame, heads2, 1, 1, LIVE2, D, CB, ASM)  # fmt: skip
+                                         tl.load(counts2_ptr + b), m, total, part, qk_scale, stride_frame, heads2, 1, 1, LIVE2, D, CB, KEYS, ASM)  # fmt: skip
         # normalized, so that it fits fp16 whatever the number of tokens
         weight = tl.maximum(total, 1e-30)
         part = (part / weight[:, None]).to(tl.float16)
@@ -268,7 +268,8 @@ def extend_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena:
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     q = q if q.stride(1) == d else q.contiguous()
     padded = triton.next_power_of_2(group)
-    rows = BLOCK_ROWS
+    # with 256 channels, half the rows fit
+    rows = BLOCK_ROWS if d <= 128 else BLOCK_ROWS // 2
     per_tile = rows // padded
     tiles = [
         (b, start, end - start, first)
@@ -295,7 +296,7 @@ def extend_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena:
         q, k, v, out, torch.tensor(tiles, dtype=torch.int32).to(q.device, non_blocking=True), words, numbers_, *args, group,
         scale * math.log2(math.e), words.stride(0), words.stride(1), q.stride(0), *k.stride()[:2], *v.stride()[:2], *has, *live,
         N16=dense.num_frames(d, 2, frame_bytes), NUMBERS=frame_bytes // 2, ROTATION=d & -d if rotated else 0, G=padded, M=rows, D=d,
-        CB=max(2, triton.next_power_of_2(d // 8)), DB=triton.next_power_of_2(d), ASM=not backend.interpreting(), num_warps=NUM_WARPS if d <= 128 else 8,
-        num_stages=NUM_STAGES,
+        CB=max(2, triton.next_power_of_2(d // 8)), DB=triton.next_power_of_2(d), KEYS=KEYS if d <= 128 else 64, ASM=not backend.interpreting(), num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES if d <= 128 else 1,
     )  # fmt: skip
     return out
