@@ -39,7 +39,8 @@ def fa3_fp8(q: Tensor, heads: int, tokens: int, library: str, page: int = 64) ->
     one = torch.ones(b, heads, device="cuda")
     out = torch.empty(b, hq, d, dtype=torch.bfloat16, device="cuda")
     plan = torch.ops._vllm_fa3_C.get_scheduler_metadata(
-        b, 1, tokens, hq, heads, d, d, torch.float8_e4m3fn, used, cu, None, None, None, None, page, 0, True, -1, -1, False, 0, None, 0)  # fmt: skip
+        b, 1, tokens, hq, heads, d, d, torch.float8_e4m3fn, used, cu, None, None, None, None, page, 0, True, -1, -1, False, 0, None, 0
+    )  # fmt: skip
 
     def run() -> Tensor:
         result: Tensor = torch.ops._vllm_fa3_C.fwd(
@@ -95,4 +96,5 @@ def plain_int4(batch: int, heads: int, tokens: int, head_dim: int) -> Callable[[
     scale = torch.rand(bh, tokens, device="cuda", dtype=torch.float16) * 0.1
     part = torch.empty(bh, splits, 16, head_dim, device="cuda")
     stat = torch.empty(bh, splits, 16, device="cuda")
-    return lambda: plain_kernel[(bh, splits)](q, k, v, scale, part, stat, tokens, splits, 0.1, D=head_dim, BLOCK=64, num_warps=4, num_stages=3)
+    options = {"D": head_dim, "BLOCK": 64, "num_warps": 4, "num_stages": 3}
+    return lambda: plain_kernel[(bh, splits)](q, k, v, scale, part, stat, tokens, splits, 0.1, **options)

@@ -1,9 +1,11 @@
 """A chunk of new tokens over a stored prefix: ours against flash attention over a prefix in bfloat16 of the same length."""
 
+from functools import partial
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as attend
 
 from benchmarks.common import check, microseconds, random_arena, relative_error, save, softmax_scale
 from kvstrata.ops.extend import extend_ref
@@ -32,7 +34,7 @@ def main() -> None:
         for name, kind in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             try:
                 with sdpa_kernel(kind):
-                    bf16[name] = microseconds(lambda: scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=True), graph=False)
+                    bf16[name] = microseconds(partial(attend, q, keys, values, attn_mask=bias, enable_gqa=True), graph=False)
             except RuntimeError as error:
                 # a backend may not take a lower-right mask
                 print(f"{name}: {str(error)[:80]}")
@@ -40,12 +42,14 @@ def main() -> None:
         tokens = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
         for tier in TIERS:
             arena, table, _ = random_arena({tier: [prefix // PAGE_SIZE]}, HEADS, HEAD_DIM)
-            us = microseconds(lambda: extend_triton(*tokens, [0, chunk], arena, table, scale, dense_dtype=torch.bfloat16), graph=False, budget_ms=40)
+            run = partial(extend_triton, *tokens, [0, chunk], arena, table, scale, dense_dtype=torch.bfloat16)
+            us = microseconds(run, graph=False, budget_ms=40)
             flops = 4 * HEADS * GROUP * HEAD_DIM * chunk * (prefix + (chunk + 1) / 2)
             row = {"prefix": prefix, "chunk": chunk, "tier": tier.name, "us": us, "tflops": flops / us / 1e6}
             row |= {f"{name}_us": t for name, t in bf16.items()} | {f"speed_over_{name}": t / us for name, t in bf16.items()}
             rows.append(row)
-            print(f"{prefix} + {chunk} {tier.name}: {us:.0f} us, {row['tflops']:.0f} TFLOP/s, " + ", ".join(f"{t / us:.2f} x {n}" for n, t in bf16.items()), flush=True)
+            speeds = ", ".join(f"{t / us:.2f} x {n}" for n, t in bf16.items())
+            print(f"{prefix} + {chunk} {tier.name}: {us:.0f} us, {row['tflops']:.0f} TFLOP/s, {speeds}", flush=True)
             del arena, table
         save("extend", rows)
 

@@ -45,8 +45,9 @@ def main() -> None:
     report("write dense", microseconds(lambda: write_dense_triton(arena, page_of, inside, flat_k, flat_v)), 2 * PAGES * page_in)
     picks = torch.randint(0, PAGES * PAGE_SIZE, (PAGES // 2, PAGE_SIZE, HEADS), device="cuda").int().sort(0).values.contiguous()
     frames = ids[PAGES * DENSE_FRAMES :][: PAGES * 4].view(PAGES, 4)
-    report("gather INT4", microseconds(lambda: gather_pages_triton(arena, frames, Tier.INT4, picks, src[: PAGES // 2], HEAD_DIM, torch.bfloat16)),
-           PAGES // 2 * (page_in + HEADS * page_bytes(Tier.INT4, HEAD_DIM)))  # fmt: skip
+    half = src[: PAGES // 2]
+    us = microseconds(lambda: gather_pages_triton(arena, frames, Tier.INT4, picks, half, HEAD_DIM, torch.bfloat16))
+    report("gather INT4", us, PAGES // 2 * (page_in + HEADS * page_bytes(Tier.INT4, HEAD_DIM)))
     save("write", rows)
 
 

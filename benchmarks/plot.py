@@ -13,9 +13,10 @@ def main() -> None:
     shapes = list(dict.fromkeys((r["batch"], r["tokens"], r["group"]) for r in rows))
     settings = list(dict.fromkeys(r["setting"] for r in rows))
     figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    ratio = {(r["batch"], r["tokens"], r["group"], r["setting"]): r["over_bf16"] for r in rows}
     width = 0.8 / len(settings)
     for i, setting in enumerate(settings):
-        values = [next(r["over_bf16"] for r in rows if (r["batch"], r["tokens"], r["group"]) == s and r["setting"] == setting) for s in shapes]
+        values = [ratio[(*shape, setting)] for shape in shapes]
         axes.bar([x + i * width for x in range(len(shapes))], values, width, label=setting)
     axes.axhline(1, color="black", linewidth=1)
     axes.set_xticks([x + 0.4 - width / 2 for x in range(len(shapes))], [f"{b} x {t}\ngroup {g}" for b, t, g in shapes], fontsize=8)

@@ -24,16 +24,25 @@ def main() -> None:
     parts = []
     data = load("decode")
     if data["rows"]:
-        parts.append(", ".join(f"{k} {v}" for k, v in dict(data["environment"]).items() if v) + ". 8 KV heads, head_dim 128.")
-        rows = [[f"{r['batch']} × {r['tokens']}", r["group"], r["setting"], f"{r['us']:.1f}", f"{r['bytes'] / 1e6:.0f}", f"{r['percent_of_floor']:.0f}%",
-                 f"{r['over_bf16']:.3f}", f"{r['fa3_fp8_us'] / r['us']:.2f} ×" if "fa3_fp8_us" in r else ""] for r in data["rows"]]  # fmt: skip
-        parts.append(table(["sequences × tokens", "group", "pages", "µs", "MB", "of the floor", "time over bf16", "speed over FA3 fp8"], rows))
+        where = ", ".join(f"{k} {v}" for k, v in dict(data["environment"]).items() if v)
+        parts.append(f"{where}. 8 KV heads, head_dim 128. {data.get('note', '')}".strip())
+        rows = [
+            [f"{r['batch']} × {r['tokens']}", r["group"], r["setting"], f"{r['us']:.1f}", f"{r['bytes'] / 1e6:.0f}",
+             f"{r['percent_of_floor']:.0f}%", f"{r['over_bf16']:.3f}", f"{r['fa3_fp8_us'] / r['us']:.2f} ×" if "fa3_fp8_us" in r else ""]
+            for r in data["rows"]
+        ]  # fmt: skip
+        parts.append(table(["sequences × tokens", "group", "pages", "µs", "MB", "of floor", "over bf16", "speed over FA3 fp8"], rows))
     data = load("write")
     if data["rows"]:
-        parts.append(table(["write", "µs", "of copy bandwidth"], [[r["op"], f"{r['us']:.0f}", f"{r['percent_of_copy']:.0f}%"] for r in data["rows"]]))
+        rows = [[r["op"], f"{r['us']:.0f}", f"{r['percent_of_copy']:.0f}%"] for r in data["rows"]]
+        parts.append(table(["write", "µs", "of copy bandwidth"], rows))
     data = load("extend")
     if data["rows"]:
-        rows = [[f"{r['prefix']} + {r['chunk']}", r["tier"], f"{r['us']:.0f}", f"{r['tflops']:.0f}", f"{r.get('speed_over_flash', 0):.2f}"] for r in data["rows"]]
+        rows = [
+            [f"{r['prefix']} + {r['chunk']}", r["tier"], f"{r['us']:.0f}", f"{r['tflops']:.0f}", f"{r.get('speed_over_flash', 0):.2f}"]
+            for r in data["rows"]
+        ]
+        parts.append(str(data.get("note", "")))
         parts.append(table(["prefix + chunk", "tier", "µs", "TFLOP/s", "speed over flash in bf16"], rows))
     text = PAGE.read_text()
     head, rest = text.split(BEGIN)

@@ -22,7 +22,19 @@ import triton.language as tl
 from torch import Tensor
 
 from kvstrata.ops import backend, frame
-from kvstrata.ops.quant_kernel import OFFSET_UNIT, fields, fma2, mul2, offset_of, pair_offsets, pair_scales, pin, scale_of, weight, weight_of
+from kvstrata.ops.quant_kernel import (
+    OFFSET_UNIT,
+    fields,
+    fma2,
+    mul2,
+    offset_of,
+    pair_offsets,
+    pair_scales,
+    pin,
+    scale_of,
+    weight,
+    weight_of,
+)
 from kvstrata.ops.table import PageTable
 from kvstrata.types import Tier
 
@@ -222,7 +234,10 @@ def weigh(p, page, scale, offset, sums, K_PLANES: tl.constexpr, PLANES: tl.const
     out = ()
     for f in tl.static_range(8):
         out = out + (tl.dot(code[f], ps, acc[f]),)
-    return out + (tl.dot(tl.full([16, 32], 1.0, tl.float16), tl.trans(p), sums[8]), tl.dot(tl.broadcast_to(offset[None, :], [16, 32]), tl.trans(p), sums[9]))
+    return out + (
+        tl.dot(tl.full([16, 32], 1.0, tl.float16), tl.trans(p), sums[8]),
+        tl.dot(tl.broadcast_to(offset[None, :], [16, 32]), tl.trans(p), sums[9]),
+    )
 
 
 @triton.jit
@@ -266,7 +281,9 @@ def attend_planes(q_ptr, arena_ptr, frames_ptr, live_ptr, part_ptr, stat_ptr, lo
     for f in tl.static_range(8):
         x = load_q(q_ptr, group, qk_scale, f, C, CB, G, D) * ((64.0 * 256.0 / weight(f)) / factor)[:, None]
         q = q + (top(tl.dot(x.to(tl.float16), eye).to(tl.float16), G),)
-    unit = tl.max(factor[:, None] * (1 - tl.minimum(tl.abs(offs_16[:, None] - offs_g[None, :]), 1)), 0) * 65536.0  # [G]: base-2 logits of one unit of `scores`
+    unit = (
+        tl.max(factor[:, None] * (1 - tl.minimum(tl.abs(offs_16[:, None] - offs_g[None, :]), 1)), 0) * 65536.0
+    )  # [G]: base-2 logits of one unit of `scores`
     weights = weight_of(tl.arange(0, 16 * CB) // 2 % (2 * CB) // (CB // 4))
     m = tl.full([G], -1e30, tl.float32)
     sums = ()

@@ -6,6 +6,7 @@ channels that suits the unpacking: c * 8 + f for channel f * C + c. One product 
 the ordinary channels, and the loop over the chunk goes on with the same running maximum. Knows nothing of stores.
 """
 
+import itertools
 import math
 
 import torch
@@ -273,7 +274,7 @@ def extend_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena:
     per_tile = rows // padded
     tiles = [
         (b, start, end - start, first)
-        for b, (start, end) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False))
+        for b, (start, end) in enumerate(itertools.pairwise(cu_seqlens))
         # the longest first: they see most of the chunk
         for first in reversed(range(0, end - start, per_tile))
     ]

@@ -157,8 +157,12 @@ def write_pages_kernel(k_ptr, v_ptr, src_ptr, rows_ptr, arena_ptr, frames_ptr, s
     if SETTLE:
         number = offs_t[:, None, None] * D + channel[None]
         row_ptr = rows_ptr + page * N_SRC
-        k = tl.load(dense_pointers(src_ptr + head * stride_head, row_ptr, stride_frame, number, ok3, WORDS), mask=ok3, other=0.0).to(tl.float32)
-        v = tl.load(dense_pointers(src_ptr + head * stride_head, row_ptr, stride_frame, number + 32 * D, ok3, WORDS), mask=ok3, other=0.0).to(tl.float32)
+        k = tl.load(dense_pointers(src_ptr + head * stride_head, row_ptr, stride_frame, number, ok3, WORDS), mask=ok3, other=0.0).to(
+            tl.float32
+        )
+        v = tl.load(
+            dense_pointers(src_ptr + head * stride_head, row_ptr, stride_frame, number + 32 * D, ok3, WORDS), mask=ok3, other=0.0
+        ).to(tl.float32)
     else:
         k_at = page * stride_kp + head * stride_kh + offs_t[:, None, None] * stride_kt + channel[None]
         v_at = page * stride_vp + head * stride_vh + offs_t[:, None, None] * stride_vt + channel[None]
@@ -264,7 +268,9 @@ def gather_kernel(arena_ptr, dense_ptr, src_ptr, picks_ptr, dst_ptr, stride_fram
         k_base = arena_ptr + tl.load(row_ptr).to(tl.int64) * stride_frame  # [32]
         v_base = arena_ptr + tl.load(row_ptr + 1).to(tl.int64) * stride_frame
         at = lane_at(channel, D)[None]
-        meta = tl.load(tl.where(at < D // 2, k_base[:, None, None], v_base[:, None, None] - D // 2) + 4 * D + at, mask=ok3, other=0).to(tl.int32)
+        meta = tl.load(tl.where(at < D // 2, k_base[:, None, None], v_base[:, None, None] - D // 2) + 4 * D + at, mask=ok3, other=0).to(
+            tl.int32
+        )
         k = gathered_steps(arena_ptr, row_ptr[:, None], stride_frame, t[:, None] * C + offs_c[None, :], ok2, 0, K_PLANES)
         k = ((k + offset_value(meta >> 8)) * scale_value(meta & 0xFF, K_UNIT)).to(dense_ptr.dtype.element_ty)
         at = lane_at(t, 32)

@@ -25,8 +25,8 @@ class Case:
     live: list[Tensor]
 
 
-def make_case(counts: dict[Tier, list[int]], heads: int, head_dim: int, *, live: dict[Tier, int] | None = None, dtype: torch.dtype = torch.bfloat16,
-              seed: int = 0, spare_rows: int = 1) -> Case:  # fmt: skip
+def make_case(counts: dict[Tier, list[int]], heads: int, head_dim: int, *, live: dict[Tier, int] | None = None,
+              dtype: torch.dtype = torch.bfloat16, seed: int = 0, spare_rows: int = 1) -> Case:  # fmt: skip
     """counts: pages of each sequence by tier. live: tiers with live masks, for 1 head or for each of `heads`."""
     gen = torch.Generator().manual_seed(seed)
     live = live or {}

@@ -80,7 +80,10 @@ def test_a_sequence_without_a_live_token_gives_zeros():
     assert (lse == -math.inf).all()
 
 
-@pytest.mark.parametrize("group, head_dim, dtype, name", [(17, 64, torch.float16, "query heads"), (1, 72, torch.float16, "head_dim"), (1, 64, torch.float32, "float32")])
+@pytest.mark.parametrize(
+    "group, head_dim, dtype, name",
+    [(17, 64, torch.float16, "query heads"), (1, 72, torch.float16, "head_dim"), (1, 64, torch.float32, "float32")],
+)
 def test_what_the_kernel_cannot_do_is_refused_by_name(group, head_dim, dtype, name):
     case = make_case({T.INT2: [1]}, 1, 64)
     q = torch.zeros(1, group, head_dim, dtype=dtype, device=DEVICE)

@@ -14,7 +14,10 @@ HEADS = 2
 def pages(count, head_dim, dtype, seed=0):
     """K with channels of unlike size and mean, V of Gaussians; some groups of zero range, some outliers."""
     gen = torch.Generator().manual_seed(seed)
-    k = torch.randn(count, PAGE_SIZE, HEADS, head_dim, generator=gen) * torch.linspace(0.01, 8, head_dim) + torch.randn(head_dim, generator=gen) * 30
+    k = (
+        torch.randn(count, PAGE_SIZE, HEADS, head_dim, generator=gen) * torch.linspace(0.01, 8, head_dim)
+        + torch.randn(head_dim, generator=gen) * 30
+    )
     v = torch.randn(count, PAGE_SIZE, HEADS, head_dim, generator=gen)
     k[0, :, 0, 3], v[0, 5], k[0, 2, 0, 7], v[-1, 1, 0, 2] = 1.25, 0.0, 1e4, -300.0
     return k.to(dtype), v.to(dtype)
