@@ -25,7 +25,8 @@ def decode(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dt
     dense_dtype: what BF16 pages hold; rotated: whether V is stored rotated (the output is rotated back).
     -> out [B, Hq, D] in q's dtype, lse float32 [B, Hq] (natural log; -inf and out 0 where a sequence has no live token).
     """
-    if backend.use_triton(q) and decode_pages is quant.decode:
+    # the kernel's numbers have 16 bits: a float32 model takes the reference
+    if backend.use_triton(q) and decode_pages is quant.decode and q.dtype.itemsize == dense_dtype.itemsize == 2:
         from kvstrata.ops.decode_kernel import decode_triton
 
         return decode_triton(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)

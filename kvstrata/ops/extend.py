@@ -22,7 +22,8 @@ def extend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: Tensor
     q [N, Hq, D], k, v [N, H, D] (v not rotated) of the chunk; arena uint8 [F, H, frame_bytes]; the pages of `table` all lie before
     the chunk. -> out [N, Hq, D] in q's dtype. Without pages this is plain causal attention.
     """
-    if backend.use_triton(q) and decode_pages is quant.decode:
+    # the kernel's numbers have 16 bits: a float32 model takes the reference
+    if backend.use_triton(q) and decode_pages is quant.decode and q.dtype.itemsize == dense_dtype.itemsize == 2:
         from kvstrata.ops.extend_kernel import extend_triton
 
         return extend_triton(q, k, v, cu_seqlens, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
