@@ -224,7 +224,8 @@ def calibrate(
         err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
     with usage_errors(), progress_bar() as progress:
         profile = measure(loaded, Path(model).name, read, out_path, codec=codec, seed=seed, progress=progress)
-    out.print(f"{len(profile.made['conversations'])} conversations, {profile.made['seconds']} s: {out_path}", soft_wrap=True, highlight=False)
+    made = profile.made
+    out.print(f"{len(made['conversations'])} conversations, {made['seconds']} s: {out_path}", soft_wrap=True, highlight=False)
     if failed:
         raise typer.Exit(1)
 

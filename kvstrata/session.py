@@ -229,7 +229,8 @@ class Session:
 
     def _plan(self, token_ids: list[int]) -> Plan:
         spans, n = self._spans_of(token_ids), len(token_ids)
-        signals = Signals(current_turn=max((s.turn for s in spans), default=0))
+        held = tuple(page.tier for page in self._sequence.pages[: self._sequence.settled]) if self._cache.sequence_ids else ()
+        signals = Signals(current_turn=max((s.turn for s in spans), default=0), held=held)
         if self.budget_bits is None:
             return self.policy.plan(spans, n, signals)
         limit = int(self.budget_bits * self.layout.elements(max(n, BUDGET_HORIZON)) / 8)

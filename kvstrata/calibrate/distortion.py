@@ -147,7 +147,8 @@ def measure_layer(
         for column in range(1 + len(tiers)):
             if column:
                 kt, vt = (x[:, body] for x in stored[column - 1])
-                after = (queries @ kt.transpose(1, 2) - top).exp_()
+                # a codec that ruins K may lift a score out of float32's reach; such a token then takes all of the mass
+                after = (queries @ kt.transpose(1, 2) - top).clamp_(max=60).exp_()
             else:
                 after, vt = torch.zeros_like(e_body), v_body
             grown, moved = after - e_body, vt - v_body
@@ -177,5 +178,6 @@ def _by_page(e: Tensor, v: Tensor) -> Tensor:
 
 def _loss(num_change: Tensor, den_change: Tensor, full: Tensor, den: Tensor, group: int) -> Tensor:
     """Mean squared change of the output for each head, [cells, Hq]."""
-    change = (num_change - full * den_change) / (den + den_change).clamp(min=1e-20)
+    # where nearly all of the mass is taken away, what is left is rounding
+    change = (num_change - full * den_change) / torch.maximum(den + den_change, 1e-5 * den)
     return change.unflatten(2, (group, -1)).square().mean((3, 4)).flatten(1)

@@ -16,10 +16,12 @@ class BudgetTooSmallError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """current_turn: the newest user turn. mass: attention mass of each page, if it was measured (any scale, one number a page)."""
+    """current_turn: the newest user turn. mass: attention mass of each page, if it was measured (any scale, one number a page).
+    held: tiers of the pages that are stored already, from the first on; none of them can rise, so bytes for that are better spent."""
 
     current_turn: int = 0
     mass: tuple[float, ...] | None = None
+    held: tuple[Tier, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

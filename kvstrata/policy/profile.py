@@ -201,13 +201,19 @@ def mean_profile(profiles: Sequence[Profile], made: Mapping[str, Any]) -> Profil
     return Profile(bits, tokens, loss, far_tokens, far_loss, made)
 
 
+def shipped() -> list[str]:
+    """Names of the profiles that come with the package."""
+    return sorted(Path(f.name).stem for f in files("kvstrata.policy").joinpath("profiles").iterdir() if f.name.endswith(".json"))
+
+
 @cache
 def load_profile(name: str) -> Profile:
-    """The profile of a file, or "default", which ships with the package. Raises ValueError where there is none."""
-    if name == "default":
-        return Profile.from_json(files("kvstrata.policy").joinpath("profiles/default.json").read_text(encoding="utf-8"))
+    """The profile of a file, or a shipped one by its name. Raises ValueError where there is none."""
+    if name in shipped():
+        return Profile.from_json(files("kvstrata.policy").joinpath(f"profiles/{name}.json").read_text(encoding="utf-8"))
     try:
         text = Path(name).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"no profile {name!r} ({error.strerror}); accepted: default, or a file that `kvstrata calibrate` wrote") from error
+        accepted = f"{', '.join(shipped())}, or a file that `kvstrata calibrate` wrote"
+        raise ValueError(f"no profile {name!r} ({error.strerror}); accepted: {accepted}") from error
     return Profile.from_json(text)

@@ -34,10 +34,11 @@ def _table(profile: str, tiers: tuple[Tier, ...], axes: tuple[str, ...], measure
 
 @dataclass(frozen=True, slots=True)
 class TriAxial:
-    """profile: a file that `kvstrata calibrate` wrote, or "default", which ships.
+    """profile: a file that `kvstrata calibrate` wrote, or the name of a shipped one; "default" is of several models.
     tiers: that a page may have; EVICTED and BF16 only where named. sinks: pages at the start that are BF16.
     nominal: mean bits of the stored pages, counted as the paper does, by codes alone; without meaning under a budget.
     solver: greedy or exact. unit: what gets a tier of its own, each page or each tag; a page of many tags then takes their mean's.
+    frozen: a page keeps the tier it was stored at, as under a published port's prefix caching; by default pages age.
     axes: what the losses may depend on; measure: relative (errors over the size of each head's output) or mse (the paper's).
     """
 
@@ -51,6 +52,7 @@ class TriAxial:
     unit: str = "page"
     axes: tuple[str, ...] = ALL_AXES
     measure: str = "relative"
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         tiers = tuple(sorted({Tier.parse(t) for t in self.tiers}))
@@ -77,8 +79,11 @@ class TriAxial:
         default = max((t for t in self.tiers if t <= Tier.INT4), default=self.tiers[0])
         counts = page_tags(tags_by_token(spans, num_tokens, signals.current_turn))[body.start : body.stop]
         lowest = self._lowest(counts, anything_else=bool(self.sinks or (budget is not None and budget.window_pages)))
-        for page, tier in zip(body, lowest, strict=True):
-            tiers[page] = tier
+        held = [signals.held[page] if page < len(signals.held) else Tier.BF16 for page in body]
+        if self.frozen:
+            lowest = [held[i] if page < len(signals.held) else low for i, (page, low) in enumerate(zip(body, lowest, strict=True))]
+        for page, low in zip(body, lowest, strict=True):
+            tiers[page] = low
         if budget is None:
             price = {t: int(t) * PAGE_SIZE for t in self.tiers}
             limit = int(self.nominal * PAGE_SIZE * len(body))
@@ -91,7 +96,7 @@ class TriAxial:
             limit = budget.limit - budget.cost(tiers) + sum(price[tiers[page]] for page in body)
         loss = self._losses(len(body))
         solved = self._by_page if self.unit == "page" else self._by_tag
-        for page, tier in zip(body, solved(counts, loss, price, limit, lowest), strict=True):
+        for page, tier in zip(body, solved(counts, loss, price, limit, lowest, held), strict=True):
             tiers[page] = tier
         # past the window's start a tier is a promise for later; the newest pages keep what the table gives the current turn
         for page in range(body.stop, pages):
@@ -114,13 +119,15 @@ class TriAxial:
 
     def _by_page(
         self, counts: NDArray[np.int32], loss: tuple[NDArray[np.float64], NDArray[np.float64]], price: dict[Tier, int], limit: int,
-        lowest: list[Tier],
+        lowest: list[Tier], held: list[Tier],
     ) -> list[Tier]:  # fmt: skip
         table, decay = loss
         losses = (counts @ table) * decay[:, None]
         cost = np.tile(np.array([price[t] for t in self.tiers], np.int64), (len(counts), 1))
         barred = np.array(self.tiers)[None, :] < np.array(lowest, dtype=int).reshape(-1, 1)
-        # a tier that a page may not have costs as the lowest that it may, and loses more
+        # a page that has lost a plane cannot win it back
+        barred |= np.array(self.tiers)[None, :] > np.maximum(np.array(held, dtype=int), np.array(lowest, dtype=int)).reshape(-1, 1)
+        # a tier that a page may not have costs more than any other, and loses more
         cost = np.where(barred, cost.max(initial=0) + 1, cost)
         losses = np.where(barred, 1 + losses.max(initial=0) * 2, losses)
         # equal pages: the newest first, or evenly where distance is not to be known
@@ -130,7 +137,7 @@ class TriAxial:
 
     def _by_tag(
         self, counts: NDArray[np.int32], loss: tuple[NDArray[np.float64], NDArray[np.float64]], price: dict[Tier, int], limit: int,
-        lowest: list[Tier],
+        lowest: list[Tier], held: list[Tier],
     ) -> list[Tier]:  # fmt: skip
         table, _ = loss
         total = counts.sum(0).astype(np.int64)
@@ -140,7 +147,8 @@ class TriAxial:
         bits = np.zeros(len(total))
         bits[tags] = [self.tiers[c] for c in chosen]
         wish = counts @ bits / np.maximum(counts.sum(1), 1)
-        tiers = [max(min(self.tiers, key=lambda t: (abs(t - w), t)), low) for w, low in zip(wish, lowest, strict=True)]
+        nearest = [min(self.tiers, key=lambda t: (abs(t - w), t)) for w in wish]
+        tiers = [max(min(t, h), low) for t, h, low in zip(nearest, held, lowest, strict=True)]
         # pages of many tags round up and down; what was gained too much is taken from the pages whose mean was furthest below
         excess = sum(price[t] for t in tiers) - limit
         for page in np.argsort(wish - np.array(tiers, dtype=float), kind="stable"):

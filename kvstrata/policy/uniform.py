@@ -38,11 +38,13 @@ class Uniform:
         budget.check(self._with_sinks([ladder[0]] * pages), self.name)
         tier = max(t for t in ladder if budget.cost(self._with_sinks([t] * pages)) <= budget.limit)
         tiers = list(self._with_sinks([tier] * pages))
-        body = budget.body(self.sinks)
+        held = dict(enumerate(signals.held))
+        body = [page for page in budget.body(self.sinks) if held.get(page, Tier.BF16) > tier]
         if tier is not Tier.BF16 and body:
             higher = ladder[ladder.index(tier) + 1]
             step = budget.tier_bytes[higher] - budget.tier_bytes[tier]
-            raised = min((budget.limit - budget.cost(tiers)) // step, len(body))
+            paid = [min(t, held.get(page, t)) for page, t in enumerate(tiers)]
+            raised = min((budget.limit - budget.cost(paid)) // step, len(body))
             for page in sorted(body, key=spread)[:raised]:
                 tiers[page] = higher
         return Plan(tuple(tiers), tier)

@@ -253,3 +253,27 @@ def test_every_length_from_one_up():
         for limit in (None, b):
             for unit in ("page", "tag"):
                 assert len(make_policy("triaxial", unit=unit).plan((), n, Signals(), limit).tiers) == math.ceil(n / PAGE_SIZE)
+
+
+def test_bytes_are_not_spent_on_planes_that_pages_have_lost():
+    policy, b = make_policy("triaxial"), budget(4.0)
+    wished = policy.plan(AGENT, N, NOW, b)
+    held = (Tier.BF16,) + (Tier.INT2,) * 60
+    plan = policy.plan(AGENT, N, Signals(4, held=held), b)
+    assert set(plan.tiers[1:61]) == {Tier.INT2}
+    assert b.cost(plan.tiers) <= b.limit
+    # what old pages cannot take goes to the pages that are written now
+    assert sum(plan.tiers[61:70]) > sum(wished.tiers[61:70])
+    uniform = make_policy("uniform").plan(AGENT, N, Signals(4, held=held), budget(3.4))
+    assert all(t is Tier.INT3 for t in uniform.tiers[61:70])
+    assert all(t is Tier.INT2 for t in uniform.tiers[1:61])
+
+
+def test_frozen_pages_neither_rise_nor_fall():
+    held = (Tier.BF16, *[Tier.INT4, Tier.INT2] * 20)
+    for turn in (1, 9):
+        plan = make_policy("triaxial", frozen=True).plan(AGENT, N, Signals(turn, held=held), budget(4.5))
+        assert plan.tiers[:41] == held
+    ageing = make_policy("triaxial").plan(AGENT, N, Signals(9, held=held), budget(3.2))
+    assert all(a <= b for a, b in zip(ageing.tiers, held, strict=False))
+    assert ageing.tiers[:41] != held
