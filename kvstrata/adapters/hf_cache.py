@@ -17,7 +17,7 @@ from kvstrata.types import PAGE_SIZE, Plan
 Planner = Callable[[list[int]], Plan]
 """Token ids of a sequence, those of the coming forward pass included -> its plan."""
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_vl_text")
 """Values of config.model_type that are tested (SmolLM2 is a llama)."""
 
 SLIDING_ROLLBACK = 64
