@@ -1,6 +1,6 @@
 """Frozen configuration, checked when it is made. Knows nothing of how its values are used."""
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self, TypeVar
 
 from kvstrata.types import PAGE_SIZE
@@ -14,6 +14,9 @@ def from_dict(cls: type[T], values: dict[str, Any]) -> T:
     unknown = [key for key in values if key not in accepted]
     if unknown:
         raise ValueError(f"unknown {cls.__name__} key {unknown[0]!r}; accepted: {', '.join(accepted)}")
+    missing = [f.name for f in fields(cls) if f.name not in values and f.default is MISSING and f.default_factory is MISSING]  # type: ignore[arg-type]
+    if missing:
+        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
     return cls(**values)
 
 
@@ -35,6 +38,9 @@ class StoreConfig:
     window: int = 64
 
     def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "num_frames", "window"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -51,6 +51,8 @@ class Layout:
         return (Tier.EVICTED, *self.codec.tiers, Tier.BF16)
 
     def check_tier(self, tier: Tier) -> Tier:
+        if not isinstance(tier, Tier):
+            raise ValueError(f"tier {tier!r} is no Tier; accepted: {', '.join(t.name for t in self.tiers)}")
         if tier not in self.tiers:
             raise ValueError(f"codec {self.codec.name!r} has no tier {tier.name}; accepted: {', '.join(t.name for t in self.tiers)}")
         return tier

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstrata.store.arena import Arena
 from kvstrata.store.page import Page
+from kvstrata.types import Tier
 
 
 def page_key(parent: bytes, token_ids: Seq[int], codec: str, salt: bytes = b"") -> bytes:
@@ -41,12 +42,12 @@ class PrefixIndex:
     def pages(self) -> list[Page]:
         return list(self._pages.values())
 
-    def match(self, keys: Seq[bytes]) -> list[Page]:
-        """The longest run of leading keys that are here."""
+    def match(self, keys: Seq[bytes], min_tier: Tier = Tier.EVICTED) -> list[Page]:
+        """The longest run of leading keys that are here, at `min_tier` or above."""
         found: list[Page] = []
         for key in keys:
             page = self._pages.get(key)
-            if page is None:
+            if page is None or page.tier < min_tier:
                 break
             found.append(page)
         self.lookups += len(keys)

@@ -51,7 +51,7 @@ class Step:
             self.cu_seqlens.append(self.cu_seqlens[-1] + len(ids))
         self.open = True
         self._store = store
-        self._sequences = sequences
+        self.sequences = sequences
         self._written: set[int] = set()
         # once to count the frames, once to place them: they are had all together or not at all
         self._new: list[int] = []
@@ -76,7 +76,7 @@ class Step:
         self._sources: dict[Tier, list[tuple[int, ...]]] = {}
         self._copies: list[tuple[int, int]] = []
         self._slots: list[tuple[Tier, list[int | tuple[Tier, int]]]] = []
-        for i, (s, ids) in enumerate(zip(self._sequences, token_ids, strict=True)):
+        for i, (s, ids) in enumerate(zip(self.sequences, token_ids, strict=True)):
             self._plan_sequence(s, ids, self.cu_seqlens[i])
 
     def _allocate(self, n: int) -> tuple[int, ...]:
@@ -106,9 +106,9 @@ class Step:
             return Page(Tier.EVICTED, (), 0)
         if tier is Tier.BF16 and old is not None and old.tier is Tier.BF16:
             return Page(tier, self._append_tokens(old, known, count, row - before + start), live)
-        return Page(tier, self._rewrite(old, tier, known, count, row - before + start), live)
+        return Page(tier, self._rewrite(old, tier, known, count, row - before + start, live), live)
 
-    def _rewrite(self, old: Page | None, tier: Tier, known: int, count: int, first_row: int) -> tuple[int, ...]:
+    def _rewrite(self, old: Page | None, tier: Tier, known: int, count: int, first_row: int, live: int) -> tuple[int, ...]:
         """Write the page whole, its known tokens from what is stored of them."""
         frames = self._allocate(self._store.layout.frames(tier))
         rows: list[int | tuple[Tier, int]] = []
@@ -117,6 +117,9 @@ class Step:
             rows = [(old.tier, len(group) * PAGE_SIZE + j) for j in range(known)]
             group.append(old.frames)
         rows += [first_row + j if j < count else -1 for j in range(known, PAGE_SIZE)]
+        # a live token stands in for each dead one, which would widen the range of its groups for nothing
+        stand_in = rows[(live & -live).bit_length() - 1]
+        rows = [row if live >> j & 1 or row == -1 else stand_in for j, row in enumerate(rows)]
         self._jobs.setdefault(tier, _PageJob()).frames.append(frames)
         self._slots.append((tier, rows))
         return frames
@@ -167,12 +170,17 @@ class Step:
         Raises NonFiniteError naming layer, KV head, sequence and position; the step can then only be aborted.
         """
         assert self.open, "the step has ended"
-        self._check_finite(layer, k, v)
-        store = self._store
+        store, c = self._store, self._store.config
+        shape = (self.cu_seqlens[-1], c.num_kv_heads, c.head_dim)
+        if k.shape != shape or v.shape != shape or not 0 <= layer < c.num_layers:
+            raise ValueError(f"layer {layer} of {c.num_layers}: k {list(k.shape)} and v {list(v.shape)}; both must be {list(shape)}")
+        self._check_finite(layer, k, v, "")
         arena, codec = store.arena.buffer[layer], store.layout.codec
         dtype = store.dense_dtype
         k = k.to(dtype)
         v = (quant.rotate(v) if codec.rotates_v else v).to(dtype)
+        if dtype is torch.float16:
+            self._check_finite(layer, k, v, " in float16")
         if self._tensors:
             k_source, v_source = self._source(arena, k, v)
             for tier, (frames, index) in self._tensors.items():
@@ -194,7 +202,7 @@ class Step:
         zero = torch.zeros_like(k[:1])
         return torch.cat([*ks, k, zero]), torch.cat([*vs, v, zero])
 
-    def _check_finite(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def _check_finite(self, layer: int, k: Tensor, v: Tensor, where: str) -> None:
         # on a GPU the check would wait for the device in every layer
         if k.is_cuda:
             return
@@ -202,11 +210,11 @@ class Step:
             if quant.all_finite(x):
                 continue
             row, head, channel = (~torch.isfinite(x)).nonzero()[0].tolist()
-            b = next(i for i in range(len(self._sequences)) if row < self.cu_seqlens[i + 1])
-            position = self._sequences[b].num_tokens + row - self.cu_seqlens[b]
+            b = next(i for i in range(len(self.sequences)) if row < self.cu_seqlens[i + 1])
+            position = self.sequences[b].num_tokens + row - self.cu_seqlens[b]
             raise quant.NonFiniteError(
-                f"{name} is {x[row, head, channel].item()} at layer {layer}, KV head {head}, position {position} of sequence "
-                f"{self._sequences[b].id}, channel {channel}; keys and values must be finite",
+                f"{name} is {x[row, head, channel].item()}{where} at layer {layer}, KV head {head}, position {position} of sequence "
+                f"{self.sequences[b].id}, channel {channel}; keys and values must be finite",
                 (name, b, position, head),
             )
 

@@ -41,10 +41,26 @@ class Store:
     # sequences
 
     def add_sequence(self, plan: Plan | None = None) -> int:
-        """A new, empty sequence; its id."""
-        s = Sequence(next(self._ids), plan=plan or Plan(()))
+        """A new, empty sequence; its id. Without a plan, the codec's tier nearest to INT4 for all pages.
+
+        Raises ValueError for a tier that the codec lacks.
+        """
+        tiers = self.layout.codec.tiers
+        plan = plan or Plan((), max((t for t in tiers if t <= Tier.INT4), default=tiers[0]))
+        self._check_plan(plan)
+        s = Sequence(next(self._ids), plan=plan)
         self._sequences[s.id] = s
         return s.id
+
+    def _check_plan(self, plan: Plan) -> None:
+        for tier in {*plan.tiers, plan.default}:
+            self.layout.check_tier(tier)
+
+    def _check_idle(self, sequence_id: int, what: str) -> Sequence:
+        s = self.sequence(sequence_id)
+        if self._step is not None and s in self._step.sequences:
+            raise ValueError(f"cannot {what} sequence {sequence_id} while a step that appends to it is open; commit or abort it first")
+        return s
 
     def sequence(self, sequence_id: int) -> Sequence:
         if sequence_id not in self._sequences:
@@ -66,13 +82,16 @@ class Store:
 
     def release(self, sequence_id: int) -> int:
         """End a sequence. Its settled pages stay in the prefix index until their frames are wanted; returns how many frames became free."""
-        s = self.sequence(sequence_id)
+        s = self._check_idle(sequence_id, "release")
         del self._sequences[sequence_id]
         self.tables.forget(sequence_id)
         return sum(self.arena.release(page.frames) for page in s.pages)
 
-    def match_prefix(self, sequence_id: int, token_ids: list[int]) -> int:
+    def match_prefix(self, sequence_id: int, token_ids: list[int], min_tier: Tier = Tier.EVICTED) -> int:
         """Give an empty sequence the stored pages of the longest known prefix of `token_ids`; how many tokens that is.
+
+        min_tier: a page with fewer planes ends the match. By default none does: how many planes are left is not part of a page's
+        identity, so a sequence may take over what a neighbour with a coarser plan has stored.
 
         Pages that would still be in the recent window after `token_ids` are not taken: they are computed anew, so that what later
         queries see does not depend on who came before.
@@ -85,7 +104,7 @@ class Store:
         for p in range(last):
             page_ids = token_ids[p * PAGE_SIZE : (p + 1) * PAGE_SIZE]
             keys.append(page_key(keys[-1] if keys else b"", page_ids, self._codec_name))
-        found = self.prefix.match(keys)
+        found = self.prefix.match(keys, min_tier)
         for page in found:
             self.arena.retain(page.frames)
         s.pages, s.keys, s.settled = list(found), keys[: len(found)], len(found)
@@ -115,6 +134,8 @@ class Store:
             raise ValueError("a step is open; commit or abort it first")
         if len(set(sequence_ids)) != len(sequence_ids):
             raise ValueError(f"sequence ids {sequence_ids} name a sequence twice")
+        if len(sequence_ids) != len(token_ids) or not sequence_ids:
+            raise ValueError(f"{len(sequence_ids)} sequence ids and {len(token_ids)} lists of token ids; both must be the same, above 0")
         sequences = [self.sequence(i) for i in sequence_ids]
         for s in sequences:
             s.shareable &= shareable
@@ -162,9 +183,8 @@ class Store:
     def set_plan(self, sequence_id: int, plan: Plan) -> int:
         """Give a sequence a new plan: settled pages are demoted or evicted where it says so, and never gain what they lost; pages that
         settle later follow it. Returns how many frames became free. Raises ValueError for a tier that the codec lacks."""
-        s = self.sequence(sequence_id)
-        for tier in {*plan.tiers, plan.default}:
-            self.layout.check_tier(tier)
+        s = self._check_idle(sequence_id, "replan")
+        self._check_plan(plan)
         s.plan = plan
         before = self.arena.free
         for p in range(s.settled):
@@ -188,15 +208,23 @@ class Store:
             # a coarser page is a prefix of its frames: nothing is read, moved or requantized
             self.arena.release(page.frames[n:])
             return Page(tier, page.frames[:n], live)
-        frames = self.allocate(n)
-        self._requantize(page, frames, tier)
-        self.arena.release(page.frames)
+        content = [self.read_pages(arena, self._frames_tensor(page), page.tier) for arena in self.arena.buffer]
+        if self.arena.shared(page.frames):
+            frames = self.allocate(n)
+            self.arena.release(page.frames)
+        else:
+            # the page's own frames pay for its coarser self: demotion works in a full arena
+            self.arena.release(page.frames)
+            frames = self.arena.allocate(n)
+        self._put(frames, content, tier)
         return Page(tier, tuple(frames), live)
 
-    def _requantize(self, page: Page, frames: list[int], tier: Tier) -> None:
-        source = torch.tensor([page.frames], dtype=torch.int32, device=self.arena.buffer.device)
-        for arena in self.arena.buffer:
-            k, v = self.read_pages(arena, source, page.tier)
+    def _frames_tensor(self, page: Page) -> Tensor:
+        return torch.tensor([page.frames], dtype=torch.int32, device=self.arena.buffer.device)
+
+    def _put(self, frames: list[int], content: list[tuple[Tensor, Tensor]], tier: Tier) -> None:
+        """Write one page, its K and V of each layer [1, 32, H, D] as stored, into `frames`."""
+        for arena, (k, v) in zip(self.arena.buffer, content, strict=True):
             if tier is Tier.BF16:
                 arena[frames] = dense.to_frames(k.to(self.dense_dtype), v.to(self.dense_dtype), arena.shape[-1])[0]
             else:
@@ -204,7 +232,7 @@ class Store:
 
     def crop(self, sequence_id: int, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` tokens. A quantized page that is cut goes on as a BF16 page of the values it had."""
-        s = self.sequence(sequence_id)
+        s = self._check_idle(sequence_id, "crop")
         if not 0 <= num_tokens <= s.num_tokens:
             raise ValueError(f"cannot crop sequence {sequence_id} of {s.num_tokens} tokens to {num_tokens}; accepted: 0 to {s.num_tokens}")
         whole, rest = divmod(num_tokens, PAGE_SIZE)
@@ -217,8 +245,11 @@ class Store:
                 self.arena.retain(page.frames)
             else:
                 frames = self.allocate(self.layout.frames(Tier.BF16))
+                # an evicted page goes on empty: zeros, for what frames held before must not be read, not even masked
+                self.arena.buffer[:, frames] = 0
                 if page.frames:
-                    self._requantize(page, frames, Tier.BF16)
+                    content = [self.read_pages(arena, self._frames_tensor(page), page.tier) for arena in self.arena.buffer]
+                    self._put(frames, content, Tier.BF16)
                 tail = [Page(Tier.BF16, tuple(frames), live)]
         elif rest:
             return
