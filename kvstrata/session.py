@@ -7,9 +7,10 @@ A turn: messages are tagged, the policy plans a tier for each page, what is stor
 model as one chunk (dense inside, attending the stored pages), and its keys and values settle page by page to their planned tiers.
 """
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from kvstrata.policy import Budget, BudgetTooSmallError, Signals, make_policy
 from kvstrata.store.layout import Layout
 from kvstrata.store.store import Store
 from kvstrata.tagging.calls import parse_reply
-from kvstrata.tagging.template import tag_ids, tag_messages
+from kvstrata.tagging.template import Tagged, tag_ids, tag_messages
 from kvstrata.types import PAGE_SIZE, Plan, Span, Tier
 
 
@@ -89,12 +90,16 @@ class Session:
         if store is None:
             if dense_dtype is None and policy == "full":
                 dense_dtype = str(model.dtype).removeprefix("torch.")
+            if capacity_tokens is not None and capacity_tokens < 1:
+                raise ValueError(f"capacity_tokens is {capacity_tokens}; it must be at least 1")
             capacity = capacity_tokens or min(getattr(model.config, "max_position_embeddings", 32768), 32768)
             store = Store(store_config(model, capacity, codec=codec, window=window, dense_dtype=dense_dtype), model.device)
         self.store = store
         settings = dict(policy_settings or {})
         if policy in ("uniform", "role", "triaxial"):
             settings.setdefault("tiers", store.layout.codec.tiers)
+        if policy == "uniform":
+            settings.setdefault("tier", store.layout.default_tier)
         self.policy = make_policy(policy, **settings)
         self.reports: list[TurnReport] = []
         self._cache = StrataCache(model, store, self._plan)
@@ -118,6 +123,10 @@ class Session:
         Raises ValueError for no messages or a role that the chat template does not know.
         """
         tagged = tag_messages(self.tokenizer, messages, tools, add_generation_prompt=True)
+        with self._all_or_nothing():
+            return self._chat(tagged, max_new_tokens, generate)
+
+    def _chat(self, tagged: Tagged, max_new_tokens: int, generate: dict[str, Any]) -> Reply:
         start = time.perf_counter()
         reused = self._align(tagged.token_ids, tagged.spans)
         ids = torch.tensor([tagged.token_ids], device=self.model.device)
@@ -140,10 +149,12 @@ class Session:
         if not token_ids:
             raise ValueError("token_ids is empty; a turn needs at least one token")
         start = time.perf_counter()
-        reused = self._align(token_ids, tag_ids(self.tokenizer, token_ids) if spans is None else spans)
-        new = torch.tensor([token_ids[reused:]], device=self.model.device)
-        with attached(self.model, self.store, cache=self._cache), torch.no_grad():
-            out = self.model(input_ids=new, **{cache_keyword(self.model): self._cache}, logits_to_keep=logits_to_keep)
+        spans = tag_ids(self.tokenizer, token_ids) if spans is None else spans
+        with self._all_or_nothing():
+            reused = self._align(token_ids, spans)
+            new = torch.tensor([token_ids[reused:]], device=self.model.device)
+            with attached(self.model, self.store, cache=self._cache), torch.no_grad():
+                out = self.model(input_ids=new, **{cache_keyword(self.model): self._cache}, logits_to_keep=logits_to_keep)
         self._end_turn(reused, time.perf_counter() - start)
         return out.logits[0].float()
 
@@ -197,6 +208,18 @@ class Session:
 
     # inside a turn
 
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A turn that fails leaves what was held before it: what it cropped, demoted or aged away is there again."""
+        before, held = self._cache.snapshot(), (self._spans, self._known)
+        try:
+            yield
+        except BaseException:
+            self._cache.restore(before)
+            self._spans, self._known = held
+            raise
+        self._cache.discard(before)
+
     @property
     def _sequence(self) -> Any:
         return self.store.sequence(self._cache.sequence_ids[0])
@@ -210,8 +233,10 @@ class Session:
             if min(common, last) < len(stored):
                 self._cache.crop(min(common, last) - len(stored))
         else:
+            self._spans, self._known = spans, len(token_ids)
             sequence_id = self.store.add_sequence()
-            self.store.match_prefix(sequence_id, token_ids)
+            # pages coarser than any of ours are not taken from a neighbour: "full" stays full
+            self.store.match_prefix(sequence_id, token_ids, min(self._plan(token_ids).tiers))
             self._cache.adopt(sequence_id)
         self._spans, self._known = spans, len(token_ids)
         return int(self._sequence.num_tokens)
@@ -249,9 +274,20 @@ class Session:
 
     def _check_budget(self) -> None:
         """Raise BudgetTooSmallError where even an endless conversation, on which sinks and window cost nothing, would not fit."""
-        if self.budget_bits is not None:
-            endless = 1 << 20
+        if self.budget_bits is None:
+            return
+        if not isinstance(self.budget_bits, int | float):
+            raise ValueError(f"budget_bits is {self.budget_bits!r}; accepted: a number above 0, or None")
+        endless = 1 << 20
+        try:
             self.policy.plan((), endless, Signals(), self._budget(endless, bits=self.budget_bits))
+        except BudgetTooSmallError as error:
+            floor = 8 * error.floor / self.layout.elements(endless)
+            raise BudgetTooSmallError(
+                f"budget_bits {self.budget_bits:g} is below the floor of policy {self.policy.name!r} with codec "
+                f"{self.layout.codec.name!r}: {floor:.2f} bits an element, however long the conversation",
+                error.floor,
+            ) from None
 
     def _end_turn(self, reused: int, seconds: float) -> TurnReport:
         token_ids, pages = self.token_ids, self._sequence.pages

@@ -149,6 +149,28 @@ def test_two_sessions_share_the_prefix_in_one_store(model: PreTrainedModel, toke
     assert before.shape[0] == 1
 
 
+def test_full_stays_full_beside_a_coarser_neighbour(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    store = Store(store_config(model, 6000, dense_dtype="float32"))
+    ids = tokenizer.apply_chat_template(conversation(3), tools=[TOOL], return_dict=True)["input_ids"]
+    coarse = Session(model, tokenizer, "uniform", store=store, policy_settings={"tier": Tier.INT2})
+    full, again = (Session(model, tokenizer, "full", store=store) for _ in range(2))
+    with coarse, full, again, torch.no_grad():
+        coarse.feed(ids, logits_to_keep=1)
+        full.feed(ids, logits_to_keep=1)
+        assert set(full.page_tiers()) == {Tier.BF16}
+        assert full.report.reused_tokens <= PAGE_SIZE
+        logits = again.feed(ids, logits_to_keep=1)
+        assert again.report.reused_tokens > PAGE_SIZE
+        assert (logits - model(input_ids=torch.tensor([ids])).logits[0, -1:]).abs().max() < 1e-3
+
+
+def test_every_codec_has_a_default_tier(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    for codec, tier in (("fp8", Tier.INT8), ("int8", Tier.INT8), ("kivi", Tier.INT4), ("planes", Tier.INT4)):
+        with Session(model, tokenizer, "uniform", codec=codec, capacity_tokens=400) as session:
+            session.feed(list(range(300)), (), logits_to_keep=1)
+            assert session.page_tiers()[1] is tier
+
+
 def test_errors_leave_the_session_able_to_go_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     with Session(model, tokenizer, "uniform", capacity_tokens=600) as session:
         ids = tokenizer.apply_chat_template(conversation(1), return_dict=True)["input_ids"]
@@ -163,6 +185,14 @@ def test_errors_leave_the_session_able_to_go_on(model: PreTrainedModel, tokenize
         with pytest.raises(OutOfFramesError, match=r"asked for \d+ frames"):
             session.feed(ids + [5] * 5000, logits_to_keep=1)
         assert session.token_ids == held
+        tiers = session.page_tiers()
+        # a turn that rewrites history, crops, and then fails
+        with pytest.raises(OutOfFramesError):
+            session.chat([{"role": "user", "content": "word " * 3000}])
+        with pytest.raises(ValueError, match="beam"):
+            session.chat([{"role": "user", "content": "word"}], num_beams=2)
+        assert (session.token_ids, session.page_tiers()) == (held, tiers)
+        session.store.check_integrity()
         with torch.no_grad():
             weight = model.model.layers[1].self_attn.v_proj.weight
             kept, weight[3, 3] = weight[3, 3].clone(), float("inf")
@@ -181,8 +211,13 @@ def test_bad_settings_name_the_accepted_ones(model: PreTrainedModel, tokenizer: 
         ({"policy": "uniform", "policy_settings": {"tier": "INT5"}}, r"unknown tier 'INT5'; accepted: EVICTED \(0\), INT2 \(2\)"),
         ({"codec": "zip"}, "unknown codec 'zip'; accepted: planes, kivi"),
         ({"dense_dtype": "int8"}, "unknown dense_dtype 'int8'; accepted: bfloat16, float16, float32"),
-        ({"policy": "uniform", "budget_bits": 1.0}, r"below the floor of policy 'uniform': 2\.38 bits an element"),
+        (
+            {"policy": "uniform", "budget_bits": 1.0},
+            r"budget_bits 1 is below the floor of policy 'uniform' with codec 'planes': 2\.38 bits",
+        ),
         ({"budget_bits": -3.0}, "budget is -3.0; it must be above 0"),
+        ({"budget_bits": "3"}, "budget_bits is '3'; accepted: a number above 0, or None"),
+        ({"capacity_tokens": 0}, "capacity_tokens is 0; it must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             Session(model, tokenizer, **arguments)

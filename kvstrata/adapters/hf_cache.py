@@ -1,6 +1,7 @@
 """What transformers sees of a store: a cache whose tokens are sequences of the store. Knows nothing of attaching, tags or policies."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -145,6 +146,15 @@ class SlidingLayer(CacheLayerMixin):
         """The cache crops all layers at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An earlier state of a cache; its sequences are forks of the cache's."""
+
+    sequence_ids: list[int]
+    mask: Tensor | None
+    sliding: list[tuple[Tensor | None, Tensor | None, int]]
+
+
 class StrataCache(Cache):
     """A transformers cache whose tokens live in a store: one sequence of the store for each row of the batch.
 
@@ -191,12 +201,30 @@ class StrataCache(Cache):
         self.sequence_ids = [sequence_id]
         self._mask = torch.ones(1, n, dtype=torch.bool)
 
+    def snapshot(self) -> "Snapshot":
+        """What the cache holds now: forks that share every frame. Ends in `restore` or `discard`."""
+        sliding = [(layer.keys, layer.values, layer.length) for layer in self._sliding.values()]
+        return Snapshot([self.store.fork(i) for i in self.sequence_ids], self._mask, sliding)
+
+    def restore(self, snapshot: "Snapshot") -> None:
+        """Hold again what the snapshot holds."""
+        self.reset()
+        self.sequence_ids, self._mask = snapshot.sequence_ids, snapshot.mask
+        for layer, (keys, values, length) in zip(self._sliding.values(), snapshot.sliding, strict=True):
+            layer.keys, layer.values, layer.length = keys, values, length
+
+    def discard(self, snapshot: "Snapshot") -> None:
+        for i in snapshot.sequence_ids:
+            self.store.release(i)
+
     # a forward pass, called by the hooks
 
     def begin(self, input_ids: Tensor | None, shape: tuple[int, int], mask: Tensor | None) -> None:
         """Open a step for a chunk of shape [batch, tokens]. mask: 2-D, 1 = real token, over the chunk alone or past and chunk."""
         self.abort()
         batch, length = shape
+        if not batch or not length:
+            raise ValueError(f"the chunk has shape [{batch}, {length}]; a forward pass needs at least one token")
         if self.sequence_ids and batch != len(self.sequence_ids):
             raise ValueError(f"the cache holds {len(self.sequence_ids)} sequences, the batch has {batch}; beam search and other "
                              "ways of multiplying rows are not supported")  # fmt: skip

@@ -14,6 +14,7 @@ for which a group lies inside, so no element is off by more than s/2 at 4 bits. 
 
 import functools
 import math
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -113,7 +114,12 @@ def _grid(x: Tensor, dim: int, unit: float) -> tuple[Tensor, Tensor, Tensor]:
     """Groups of x (float32) along dim -> scale byte, offset byte (dim kept, size 1), and (x - lo) / s."""
     lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     # a group wider than the largest scale can cover saturates, keeping its signs
-    lo = torch.where(hi - lo > 16 * _LARGEST_SCALE * unit, lo.clamp(min=-8 * _LARGEST_SCALE * unit), lo)
+    reach = 16 * _LARGEST_SCALE * unit
+    if ((hi - lo > reach) | (lo.abs() > _MAX_OFFSET * _LARGEST_SCALE * unit)).any():
+        warnings.warn(
+            f"a group of keys or values spans more than {reach:g}: more than the planes codec can hold; it saturates", stacklevel=3
+        )
+    lo = torch.where(hi - lo > reach, lo.clamp(min=-reach / 2), lo)
     s_byte = _scale_byte(torch.maximum((hi - lo) / 16, lo.abs() / _MAX_OFFSET), unit)
     # rounding the offset down uncovers the top of the range: widen the step until both ends are inside
     for _ in range(8):

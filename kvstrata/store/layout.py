@@ -50,6 +50,11 @@ class Layout:
         """Tiers that a page can have in this store, ascending."""
         return (Tier.EVICTED, *self.codec.tiers, Tier.BF16)
 
+    @property
+    def default_tier(self) -> Tier:
+        """INT4, or the codec's nearest to it."""
+        return max((t for t in self.codec.tiers if t <= Tier.INT4), default=self.codec.tiers[0])
+
     def check_tier(self, tier: Tier) -> Tier:
         if not isinstance(tier, Tier):
             raise ValueError(f"tier {tier!r} is no Tier; accepted: {', '.join(t.name for t in self.tiers)}")

@@ -45,8 +45,7 @@ class Store:
 
         Raises ValueError for a tier that the codec lacks.
         """
-        tiers = self.layout.codec.tiers
-        plan = plan or Plan((), max((t for t in tiers if t <= Tier.INT4), default=tiers[0]))
+        plan = plan or Plan((), self.layout.default_tier)
         self._check_plan(plan)
         s = Sequence(next(self._ids), plan=plan)
         self._sequences[s.id] = s

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstrata.config import StoreConfig
 from kvstrata.ops import quant
 from kvstrata.store.arena import OutOfFramesError
+from kvstrata.store.page import FULL
 from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Plan, Tier
 
@@ -285,6 +286,84 @@ def test_crop_that_does_nothing() -> None:
             assert (k - k_ref[position]).abs().max() < (0.2 if position < keep else TOLERANCE[s.pages[position // 32].tier] * 1.5)
 
 
+def test_what_frames_held_before_is_never_read() -> None:
+    """Cropping into an evicted page: its positions stay dead, and what settles later is neither NaN nor coarser for it."""
+    store = make_store()
+    i = store.add_sequence(Plan((Tier.BF16,), Tier.EVICTED))
+    feed(store, [i], [list(range(300))])
+    store.crop(i, 40)
+    store.set_plan(i, Plan((Tier.BF16,), Tier.INT4))
+    feed(store, [i], [list(range(5000, 5200))])
+    s = store.sequence(i)
+    assert set(stored(store, i, 0)[0]) == set(range(32)) | set(range(40, 240))
+    assert s.pages[1].tier is Tier.INT4
+    assert s.pages[1].live == FULL ^ 0xFF
+    k, v = store.read_pages(store.arena.buffer[0], torch.tensor([s.pages[1].frames], dtype=torch.int32), Tier.INT4)
+    assert torch.isfinite(k).all()
+    assert torch.isfinite(v).all()
+    for p in store.sequence(i).pages:
+        assert (store.arena.buffer[:, list(p.frames)].view(torch.int16) != -1).any()
+    k_ref, _ = kv(s.token_ids, 0)
+    assert all((x - k_ref[position]).abs().max() < TOLERANCE[Tier.INT4] for position, x in stored(store, i, 0)[0].items() if position >= 40)
+
+
+def test_dead_tokens_do_not_widen_the_range_of_the_living() -> None:
+    store = make_store()
+    i = store.add_sequence(Plan((Tier.BF16,), Tier.INT4, dead={2: 1 << 5}))
+    tokens = list(range(200))
+    step = store.begin([i], [tokens])
+    for layer in range(L):
+        k, v = kv(tokens, layer)
+        k[2 * PAGE_SIZE + 5] = 500.0
+        step.write(layer, k, v)
+    step.commit()
+    k, _ = stored(store, i, 0)
+    k_ref, _ = kv(tokens, 0)
+    assert 69 not in k
+    assert all((k[p] - k_ref[p]).abs().max() < TOLERANCE[Tier.INT4] for p in range(64, 96) if p != 69)
+
+
+def test_nothing_changes_under_an_open_step() -> None:
+    store = make_store()
+    a, b = store.add_sequence(), store.add_sequence()
+    feed(store, [a, b], [list(range(100)), list(range(100))])
+    step = store.begin([a], [[1, 2]])
+    for call in (lambda: store.release(a), lambda: store.crop(a, 10), lambda: store.set_plan(a, Plan((), Tier.INT2))):
+        with pytest.raises(ValueError, match=r"sequence 1 while a step that appends to it is open; commit or abort it first"):
+            call()
+    store.crop(b, 10)
+    store.release(b)
+    for layer in range(L):
+        with pytest.raises(ValueError, match=r"both must be \[2, 2, 64\]"):
+            step.write(layer, *kv([1, 2, 3], layer))
+        step.write(layer, *kv([1, 2], layer))
+    step.commit()
+    store.check_integrity()
+    check_content(store, a)
+
+
+def test_demotion_relieves_a_full_arena() -> None:
+    store = make_store(num_frames=1 + 27 * 7)
+    i = store.add_sequence(Plan((), Tier.BF16))
+    feed(store, [i], [list(range(7 * 32))])
+    store.prefix.clear()
+    assert store.arena.free == 0
+    assert store.set_plan(i, Plan((), Tier.INT4)) == 4 * 23
+    store.check_integrity()
+    check_content(store, i)
+
+
+def test_keys_beyond_float16_are_named() -> None:
+    store = make_store(dense_dtype="float16")
+    i = store.add_sequence()
+    step = store.begin([i], [[1, 2]])
+    k, v = kv([1, 2], 0)
+    k[1, 1, 3] = 1e5
+    with pytest.raises(quant.NonFiniteError, match="K is inf in float16 at layer 0, KV head 1, position 1 of sequence 1, channel 3"):
+        step.write(0, k, v)
+    step.abort()
+
+
 def test_bad_calls_name_the_value() -> None:
     store = make_store(codec="kivi")
     i = store.add_sequence()
@@ -302,6 +381,16 @@ def test_bad_calls_name_the_value() -> None:
     step.abort()
     with pytest.raises(ValueError, match="window is 48"):
         make_store(window=48)
+    with pytest.raises(ValueError, match="StoreConfig lacks num_kv_heads, head_dim, num_frames"):
+        StoreConfig.from_dict({"num_layers": 3})
+    with pytest.raises(ValueError, match=r"num_frames is 10\.5; it must be a whole number"):
+        make_store(num_frames=10.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 sequence ids and 0 lists of token ids"):
+        store.begin([i], [])
+    with pytest.raises(ValueError, match=r"codec 'kivi' has no tier INT8"):
+        store.add_sequence(Plan((), Tier.INT8))
+    with pytest.raises(ValueError, match="tier 'INT4' is no Tier"):
+        store.add_sequence(Plan(("INT4",)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown StoreConfig key 'pages'; accepted: num_layers"):
         StoreConfig.from_dict({"pages": 3})
 
