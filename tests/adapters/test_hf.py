@@ -231,6 +231,17 @@ def test_refusals_name_what_is_not_supported() -> None:
         pass
 
 
+def test_grouped_query_heads_are_stored_expanded() -> None:
+    """They are not: two KV heads for four query heads, and the bytes say so."""
+    model = tiny("llama")
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 2)
+    store = make_store(model, "bfloat16")
+    with attached(model, store, lambda _: Plan((), Tier.INT4)) as cache:
+        forward(model, cache, prompt(1, 1024))
+        # 30 pages of 4 planes and 2 of bfloat16; a frame is 3 layers of 2 KV heads of 608 bytes
+        assert store.bytes_in_use == (30 * 4 + 2 * 14) * 3 * 2 * 608
+
+
 def test_embeddings_instead_of_ids_are_stored_but_not_shared() -> None:
     model = tiny("llama")
     ids = prompt(1, 300)

@@ -245,6 +245,20 @@ def test_prefix_reuse_and_what_the_index_gives_back() -> None:
     assert store.match_prefix(d, list(range(200))) == 128
 
 
+def test_prefix_hit_and_first_chunk_in_one_batch_lose_the_prefix() -> None:
+    """They do not: a sequence that starts with reused pages and one that starts from nothing, in the same step."""
+    store = make_store()
+    a = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
+    feed(store, [a], [list(range(300))])
+    hit, fresh = (store.add_sequence(Plan((Tier.BF16,), Tier.INT4)) for _ in range(2))
+    assert store.match_prefix(hit, list(range(290))) == 192
+    feed(store, [fresh, hit, a], [list(range(5000, 5100)), list(range(192, 290)), [300]])
+    for i, tokens in ((hit, list(range(290))), (fresh, list(range(5000, 5100))), (a, list(range(301)))):
+        assert store.sequence(i).token_ids == tokens
+        assert set(stored(store, i, 0)[0]) == set(range(len(tokens)))
+        check_content(store, i)
+
+
 def test_demotion_keeps_planes_for_those_who_share_them() -> None:
     store = make_store()
     a = store.add_sequence(Plan((Tier.BF16,), Tier.INT4))
