@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a part failed (each named on stderr; the rest ran), 2 the 
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 if TYPE_CHECKING:
     from kvstrata.eval.evaluate import Progress
@@ -23,7 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out, err = Console(), Console(stderr=True)
+# what is printed holds text of users and models: brackets and colons in it are not markup
+out, err = (Console(stderr=stderr, markup=False, emoji=False, highlight=False) for stderr in (False, True))
 
 Model = Annotated[str, typer.Option(help="Folder, hub id, or smollm2, qwen05, qwen15.")]
 Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role, triaxial.")]
@@ -35,18 +38,38 @@ DenseType = Annotated[str | None, typer.Option(help="What BF16 pages hold: bfloa
 Traces = Annotated[str, typer.Option(help="JSONL of {messages, tools}, bfcl:multi_turn_base[:N], bfcl:memory:student[:N], recall[:TURNS].")]
 
 
+def complain(message: object) -> None:
+    """One line on stderr."""
+    line = " ".join(part.strip() for part in str(message).splitlines() if part.strip())
+    err.print(Text.assemble(("error", "bold red"), ": ", line), soft_wrap=True)
+
+
 def fail(message: object, code: int = 2) -> typer.Exit:
     """One line on stderr; raise what comes back."""
-    err.print(f"[bold red]error[/]: {str(message).strip()}", highlight=False, soft_wrap=True)
+    complain(message)
     return typer.Exit(code)
+
+
+def check_output(option: str, path: Path) -> None:
+    """Before anything runs: raise ValueError where no file can be written at `path`. What is there stays as it is."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return  # a pipe or a device: opening it is an event to whoever reads
+        is_new = not path.exists()
+        with path.open("a"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {str(path)!r} cannot be written: {os.strerror(error.errno or 0)}; accepted: a file") from error
 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """A ValueError or a missing file is the caller's mistake: one line and exit code 2."""
+    """A ValueError or a file that cannot be read is the caller's mistake: one line and exit code 2."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise fail(error) from error
 
 
@@ -57,25 +80,33 @@ def load_model(name: str) -> tuple[Any, Any]:
     from kvstrata.eval.models import load
 
     logging.disable_progress_bar()
-    with usage_errors():
+    try:
         return load(name)
+    except (ValueError, OSError) as error:
+        raise fail(error) from error
+    except RuntimeError as error:  # it could not be fetched
+        raise fail(error, 1) from error
 
 
 def make_setting(policy: str, tier: str | None, budget_bits: float | None, codec: str, window: int, dense_dtype: str | None) -> "Setting":
     """A setting, its names checked. Raises ValueError naming the accepted ones."""
     from kvstrata.eval.results import Setting
     from kvstrata.ops.codecs import CODECS, make_codec
-    from kvstrata.policy import POLICIES
+    from kvstrata.policy import POLICIES, make_policy
     from kvstrata.types import Tier
 
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; accepted: {', '.join(POLICIES)}")
     if codec not in CODECS:
         raise ValueError(f"unknown codec {codec!r}; accepted: {', '.join(CODECS)}")
-    parsed = Tier.parse(tier) if tier is not None else None
-    if parsed is not None and parsed not in (Tier.BF16, *make_codec(codec).tiers):
-        accepted = ", ".join(t.name for t in make_codec(codec).tiers)
-        raise ValueError(f"codec {codec!r} has no tier {parsed.name}; accepted: {accepted}, BF16")
+    parsed = None
+    if tier is not None:
+        accepted = {t: t.name for t in (*make_codec(codec).tiers, Tier.BF16)}
+        with contextlib.suppress(ValueError):
+            parsed = Tier.parse(tier)
+        if parsed not in accepted:
+            raise ValueError(f"codec {codec!r} has no tier {tier!r}; accepted: {', '.join(accepted.values())}")
+        make_policy(policy, tier=parsed)
     return Setting(policy, parsed, budget_bits, codec, window, dense_dtype)
 
 
@@ -83,7 +114,7 @@ def make_setting(policy: str, tier: str | None, budget_bits: float | None, codec
 def progress_bar() -> Iterator["Progress"]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=err, transient=True) as bar:
+    with Progress(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), console=err, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
@@ -112,9 +143,11 @@ def evaluate_command(
         setting = make_setting(policy, tier, budget_bits, codec, window, dense_dtype)
         check_protocol(protocol)
         facts(needles)
+        if json_out not in (None, "-"):
+            check_output("--json", Path(json_out))
         found = load_traces(traces, limit)
     for line in found.errors:
-        err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
+        complain(line)
     if not found.traces:
         raise fail(f"no conversation of {traces} could be read", 1)
     loaded, tokenizer = load_model(model)
@@ -125,15 +158,16 @@ def evaluate_command(
         name = Path(model).name
         done = evaluate(loaded, tokenizer, found.traces, [setting], name=name, protocol=protocol, needles=needles, progress=progress)
     for line in done.errors:
-        err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
+        complain(line)
     if not done.results[0].outcomes:
         raise fail("no conversation could be run", 1)
     if json_out == "-":
         print(done.results[0].to_json())
     else:
-        if json_out is not None:
-            Path(json_out).write_text(done.results[0].to_json() + "\n", encoding="utf-8")
         out.print(results_table(done.results))
+        if json_out is not None:
+            with usage_errors():
+                Path(json_out).write_text(done.results[0].to_json() + "\n", encoding="utf-8")
     if found.errors or done.errors:
         raise typer.Exit(1)
 
@@ -148,6 +182,7 @@ def demo(
     with usage_errors():
         from kvstrata.eval.demo import SETTINGS, example, run_demo
 
+        check_output("--report", report)
         source = traces or example()
         from kvstrata.eval.traces import load_traces
 
@@ -160,7 +195,7 @@ def demo(
     with usage_errors(), progress_bar() as progress:
         results = run_demo(loaded, tokenizer, found.traces[0], SETTINGS, report, name=Path(model).name, progress=progress)
     out.print(results_table(results))
-    out.print(f"report: {report.resolve()}", soft_wrap=True, highlight=False)
+    out.print(f"report: {report.resolve()}", soft_wrap=True)
 
 
 @app.command()
@@ -175,7 +210,7 @@ def tag(
         from kvstrata.eval.traces import load_traces
 
         found = load_traces(traces, limit)
-        tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model)
     failed = list(found.errors)
     from kvstrata.eval.conversation import render
     from kvstrata.eval.table import spans_table
@@ -193,7 +228,7 @@ def tag(
         else:
             out.print(spans_table(conversation))
     for line in failed:
-        err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
+        complain(line)
     if failed:
         raise typer.Exit(1)
 
@@ -216,16 +251,18 @@ def calibrate(
         from kvstrata.eval.conversation import render
         from kvstrata.eval.traces import load_traces
 
+        out_path.parent.mkdir(parents=True, exist_ok=True)
+        check_output("--out", out_path)
         found = [load_traces(source, None if limit is None else skip + limit) for source in traces]
     loaded, tokenizer = load_model(model)
     read, failed = samples(lambda trace: render(tokenizer, trace), [t for f in found for t in f.traces[skip:]])
     failed = [line for f in found for line in f.errors] + failed
     for line in failed:
-        err.print(f"[bold red]error[/]: {line}", highlight=False, soft_wrap=True)
+        complain(line)
     with usage_errors(), progress_bar() as progress:
         profile = measure(loaded, Path(model).name, read, out_path, codec=codec, seed=seed, progress=progress)
     made = profile.made
-    out.print(f"{len(made['conversations'])} conversations, {made['seconds']} s: {out_path}", soft_wrap=True, highlight=False)
+    out.print(f"{len(made['conversations'])} conversations, {made['seconds']} s: {out_path}", soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
@@ -235,11 +272,12 @@ def load_tokenizer(name: str) -> Any:
 
     from kvstrata.eval.models import MODELS, fetch
 
-    path = str(fetch(name)) if name in MODELS else name
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(str(fetch(name)) if name in MODELS else name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer in {name!r}: {str(error).splitlines()[0]}") from error
+        raise fail(f"no tokenizer in {name!r}: {[*str(error).splitlines(), type(error).__name__][0]}") from error
+    except RuntimeError as error:  # it could not be fetched
+        raise fail(error, 1) from error
 
 
 @app.command()
@@ -265,11 +303,11 @@ def chat(
             messages.append({"role": "user", "content": text})
             reply = session.chat(messages, max_new_tokens=max_new_tokens)
             messages.append(reply.message)
-            out.print(reply.text, markup=False, highlight=False, soft_wrap=True)
+            out.print(reply.text, soft_wrap=True)
             r = reply.report
             bits = session.layout.bits_per_element(session.frames_in_use, r.tokens)
             saved = f"{r.bytes_stored / 2**20:.2f} MiB of {r.bytes_bf16 / 2**20:.2f} at BF16"
-            err.print(f"[dim]{r.tokens} tokens, {bits:.2f} bits, {saved}, {r.reused_tokens} reused, {r.seconds:.1f} s[/]", highlight=False)
+            err.print(f"{r.tokens} tokens, {bits:.2f} bits, {saved}, {r.reused_tokens} reused, {r.seconds:.1f} s", style="dim")
 
 
 def _read_line() -> str:

@@ -22,9 +22,10 @@ class Tier(IntEnum):
         """Tier of a name (`"INT4"`, any case) or of its bits (4). Raises ValueError, naming the accepted ones."""
         if isinstance(name, str) and name.strip().upper() in cls.__members__:
             return cls[name.strip().upper()]
-        text = str(name).strip()
-        if text.isdigit() and int(text) in set(cls):
-            return cls(int(text))
+        # looked up, not converted: other scripts' digits and endless ones are no numbers of bits
+        by_bits = {str(t.value): t for t in cls}
+        if str(name).strip() in by_bits:
+            return by_bits[str(name).strip()]
         raise ValueError(f"unknown tier {name!r}; accepted: {', '.join(f'{t.name} ({t.value})' for t in cls)}")
 
     @property

@@ -83,8 +83,20 @@ def test_nothing_readable_is_a_failure(invoke: Any, tmp_path: Path) -> None:
     [
         (["--policy", "wishful"], "unknown policy 'wishful'; accepted: full, uniform"),
         (["--codec", "zip"], "unknown codec 'zip'; accepted: planes, kivi"),
-        (["--tier", "INT5"], "unknown tier 'INT5'; accepted: EVICTED (0), INT2 (2)"),
-        (["--tier", "INT3", "--codec", "kivi"], "codec 'kivi' has no tier INT3; accepted: INT2, INT4"),
+        (["--tier", "INT5"], "codec 'planes' has no tier 'INT5'; accepted: INT2, INT3, INT4, INT8, BF16"),
+        (["--tier", "EVICTED"], "codec 'planes' has no tier 'EVICTED'; accepted: INT2, INT3, INT4, INT8, BF16"),
+        (["--tier", "²"], "codec 'planes' has no tier '²'; accepted: INT2"),
+        (["--tier", "[/b]"], "codec 'planes' has no tier '[/b]'; accepted: INT2"),
+        (["--tier", "INT3", "--codec", "kivi"], "codec 'kivi' has no tier 'INT3'; accepted: INT2, INT4, BF16"),
+        (["--tier", "INT3", "--policy", "full"], "unknown setting 'tier' of policy 'full'; accepted: none"),
+        (["--policy", "[red]:smile:"], "unknown policy '[red]:smile:'; accepted: full"),
+        (["--codec", "[/]"], "unknown codec '[/]'; accepted: planes"),
+        (["--json", "/no/folder/x.json"], "--json '/no/folder/x.json' cannot be written: No such file or directory; accepted: a file"),
+        (["--json", "."], "--json '.' cannot be written: Is a directory"),
+        (["--json", "x" * 300], "cannot be written: File name too long"),
+        (["--traces", "no[/b]"], "traces 'no[/b]': no such file"),
+        (["--traces", "x" * 300], "File name too long"),
+        (["--traces", "bfcl:multi_turn_base:²"], "'²' in traces 'bfcl:multi_turn_base:²' is not a positive number"),
         (["--tier", "INT3", "--budget-bits", "3"], "exclude each other"),
         (["--budget-bits", "-1"], "budget_bits is -1"),
         (["--budget-bits", "0.5"], "floor"),
@@ -103,6 +115,56 @@ def test_wrong_usage_is_one_clear_line_and_exit_code_2(invoke: Any, good: Path, 
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command, option", [("demo", "--report"), ("calibrate", "--out")])
+def test_an_output_that_cannot_be_written_stops_a_command_before_it_runs(
+    monkeypatch: pytest.MonkeyPatch, good: Path, tmp_path: Path, command: str, option: str
+) -> None:
+    monkeypatch.setattr(cli, "load_model", lambda name: pytest.fail("a model was loaded"))
+    for path in (tmp_path, good / "inside.json"):
+        result = CliRunner().invoke(cli.app, [command, "--model", "tiny", "--traces", str(good), option, str(path)])
+        assert result.exit_code == 2, result.output
+        assert len(result.stderr.strip().splitlines()) == 1
+        assert str(path) in result.stderr or "exists" in result.stderr
+
+
+def test_the_check_of_an_output_leaves_no_trace(tmp_path: Path) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("kept")
+    for path in (new, old, Path("/dev/null")):
+        cli.check_output("--json", path)
+    assert not new.exists()
+    assert old.read_text() == "kept"
+
+
+MARKUP = "[/red] [b]:smile: \\[/b] [link=x]"
+
+
+def test_what_users_wrote_is_printed_as_they_wrote_it(invoke: Any, model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    path = tmp_path / "brackets.jsonl"
+    said = {"id": MARKUP, "messages": [{"role": "user", "content": MARKUP}, *MESSAGES[1:]]}
+    path.write_text(f"{json.dumps(said)}\n{json.dumps({'messages': [{'role': '[/red]', 'content': ''}]})}\n")
+    result = invoke("eval", "--model", MARKUP.replace("/", ""), "--traces", path, "--needles", "0")
+    assert result.exit_code == 1, result.output
+    assert "message 0 has role '[/red]'; accepted" in result.stderr
+    assert MARKUP.replace("/", "") in result.stdout
+    folder = str(model_path("smollm2"))
+    table = CliRunner().invoke(cli.app, ["tag", "--model", folder, "--traces", str(path), "--limit", "2"], env={"COLUMNS": "200"})
+    assert table.exit_code == 1, table.output
+    assert table.stdout.count(MARKUP) == 2  # the title and the user's span
+    assert "role '[/red]'" in table.stderr
+
+
+def test_a_malformed_conversation_does_not_stop_the_others(invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    broken = json.dumps({"messages": [MESSAGES[1], {"role": "assistant", "tool_calls": [{"function": {}}]}]})
+    path.write_text(f"{broken}\n{LINE}\n")
+    for arguments in (["eval", "--needles", "0", "--json", "-"], ["calibrate", "--out", tmp_path / "p.json"]):
+        result = invoke(arguments[0], "--model", "tiny", "--traces", path, *arguments[1:])
+        assert "calls.jsonl, line 1: " in result.stderr
+        assert "has tool call {'function': {}}; a function with a name is needed" in result.stderr
+    assert json.loads(invoke("eval", "--model", "t", "--traces", path, "--needles", "0", "--json", "-").stdout)["tokens"] > 0
 
 
 def test_a_missing_model_is_named(good: Path) -> None:

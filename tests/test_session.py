@@ -207,7 +207,7 @@ def test_errors_leave_the_session_able_to_go_on(model: PreTrainedModel, tokenize
 def test_bad_settings_name_the_accepted_ones(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     for arguments, message in (
         ({"policy": "best"}, "unknown policy 'best'; accepted: full, uniform"),
-        ({"policy": "uniform", "policy_settings": {"teir": 4}}, "unknown Uniform key 'teir'; accepted: tier"),
+        ({"policy": "uniform", "policy_settings": {"teir": 4}}, "unknown setting 'teir' of policy 'uniform'; accepted: tier"),
         ({"policy": "uniform", "policy_settings": {"tier": "INT5"}}, r"unknown tier 'INT5'; accepted: EVICTED \(0\), INT2 \(2\)"),
         ({"codec": "zip"}, "unknown codec 'zip'; accepted: planes, kivi"),
         ({"dense_dtype": "int8"}, "unknown dense_dtype 'int8'; accepted: bfloat16, float16, float32"),

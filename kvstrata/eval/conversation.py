@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.eval.traces import Question, Trace
-from kvstrata.tagging.template import tag_messages
+from kvstrata.tagging.template import plain_messages, tag_messages
 from kvstrata.types import Role, Span
 
 
@@ -78,28 +78,34 @@ def renders_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 def spelled_out(trace: Trace) -> Trace:
     """The trace with its schema in the system message and its calls as text, for templates that would leave both out."""
     first = trace.messages[0]
-    system, rest = (first["content"], trace.messages[1:]) if first["role"] == "system" else ("You are a helpful assistant.", trace.messages)
+    own = first["role"] == "system"
+    system, rest = (first.get("content"), trace.messages[1:]) if own else ("You are a helpful assistant.", trace.messages)
     if trace.tools:
         schemas = "\n".join(json.dumps(tool) for tool in trace.tools)
-        system += f"\n\n# Tools\n\nYou may call these functions.\n<tools>\n{schemas}\n</tools>\n\n"
-        system += 'For each call write <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>'
+        text = f"\n\n# Tools\n\nYou may call these functions.\n<tools>\n{schemas}\n</tools>\n\n"
+        system = _extended(system, text + 'For each call write <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>')
     messages = [{"role": "system", "content": system}]
     for message in rest:
-        text = message.get("content") or ""
+        content = message.get("content") or ""
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
             body = json.dumps({"name": function["name"], "arguments": function["arguments"]})
-            text += f"{chr(10) if text else ''}<tool_call>\n{body}\n</tool_call>"
-        messages.append({"role": message["role"], "content": text})
+            content = _extended(content, f"{chr(10) if content else ''}<tool_call>\n{body}\n</tool_call>")
+        messages.append({"role": message["role"], "content": content})
     return replace(trace, messages=messages, tools=[])
+
+
+def _extended(content: str | list[dict[str, Any]] | None, text: str) -> str | list[dict[str, Any]]:
+    """A content, be it a string or parts, with more text at its end."""
+    return [*content, {"type": "text", "text": text}] if isinstance(content, list) else (content or "") + text
 
 
 def render(tokenizer: PreTrainedTokenizerBase, trace: Trace) -> Conversation:
     """Tokenize and tag a trace. Raises ValueError for messages that the template does not take."""
-    if (trace.tools or any(m.get("tool_calls") for m in trace.messages)) and not renders_tools(tokenizer):
-        trace = spelled_out(trace)
-    messages = [{**m, "content": m.get("content") or ""} for m in trace.messages]
     try:
+        if (trace.tools or any(m.get("tool_calls") for m in trace.messages)) and not renders_tools(tokenizer):
+            trace = spelled_out(trace)
+        messages = plain_messages(tokenizer, trace.messages)
         whole = tag_messages(tokenizer, messages, trace.tools or None)
         replies = [_reply(tokenizer, whole.token_ids, messages, trace.tools, i) for i, m in enumerate(messages) if m["role"] == "assistant"]
     except Exception as error:  # a template raises what its author chose

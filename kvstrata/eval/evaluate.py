@@ -59,17 +59,22 @@ def evaluate(
             task, second = _tasks(tokenizer, trace, protocol, needles)
             check_length(model, task, second)
             reference = run_reference(model, task)
+            ran: list[tuple[Outcome, list[Needle]]] = []
             for j, setting in enumerate(settings):
                 progress(f"{trace.id}: {setting.label}", done + 1 + j, total)
                 outcome = run(model, tokenizer, setting, task, reference)
                 if second is not None:
                     facts_outcome = run(model, tokenizer, setting, second, None)
-                    found[j] += judge(second.asked, facts_outcome.scores, second.context)
+                    ran.append((outcome, judge(second.asked, facts_outcome.scores, second.context)))
                 else:
-                    found[j] += judge(task.asked, outcome.scores, task.context)
-                outcomes[j].append(outcome)
-        except ValueError as error:
+                    ran.append((outcome, judge(task.asked, outcome.scores, task.context)))
+        except (ValueError, RuntimeError) as error:  # RuntimeError: out of frames, out of memory
             errors.append(str(error) if trace.id in str(error) else f"trace {trace.id}: {error}")
+            continue
+        # only now: every setting is judged on the same conversations
+        for j, (outcome, needles_found) in enumerate(ran):
+            outcomes[j].append(outcome)
+            found[j] += needles_found
     progress("done", total, total)
     results = [summarize(name, s, protocol, o, f) for s, o, f in zip(settings, outcomes, found, strict=True)]
     return Evaluation(tuple(results), tuple(errors))

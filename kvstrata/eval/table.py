@@ -1,9 +1,13 @@
-"""Results and spans as tables for a terminal. Knows nothing of how they came about."""
+"""Results and spans as tables for a terminal. Knows nothing of how they came about.
+
+Whatever a user wrote is a Text: as a string, brackets and colons in it would be markup.
+"""
 
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from kvstrata.eval.conversation import Conversation
 from kvstrata.eval.report import AGE_NAMES, figure
@@ -14,7 +18,7 @@ def results_table(results: Sequence[Result]) -> Table:
     """One row a setting, within 80 columns: real bits, bytes, share of bfloat16, KL, top-1, top-1 in tool calls, facts, seconds."""
     first = results[0]
     needles = any(r.needles for r in results)
-    title = f"{first.model}, {first.protocol}, {first.tokens:,} tokens"
+    title = Text(f"{first.model}, {first.protocol}, {first.tokens:,} tokens", "table.title")
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     # with facts there is no room for the rest in 80 columns
     shown = ["bits", "MiB", "KL", "top-1", "calls", "facts", "log p", "s"]
@@ -28,7 +32,7 @@ def results_table(results: Sequence[Result]) -> Table:
         cells |= {"facts": f"{r.needle_hits}/{r.needles}", "log p": f"{r.needle_logp:.2f}"}
         cells |= {"bits": f"{r.bits_per_element:.2f}", "MiB": f"{stored / 2**20:.2f}", "bf16": f"{share:.0%}"}
         cells["s"] = f"{r.seconds:.0f}"
-        table.add_row(r.label, *(cells[name] for name in shown))
+        table.add_row(Text(r.label), *(cells[name] for name in shown))
     return table
 
 
@@ -38,11 +42,12 @@ def percent(value: float) -> str:
 
 def spans_table(conversation: Conversation) -> Table:
     """One row a span: tokens, turn, age, role and how its text begins."""
-    table = Table(title=f"{conversation.id}: {len(conversation):,} tokens", title_justify="left")
+    title = Text(f"{conversation.id}: {len(conversation):,} tokens", "table.title")
+    table = Table(title=title, title_justify="left")
     for name in ("tokens", "count", "turn", "age", "role", "text"):
         table.add_column(name, justify="right" if name in ("tokens", "count", "turn") else "left", no_wrap=name != "age")
     current = conversation.spans[-1].turn
     for s in conversation.spans:
-        text = conversation.span_text(s).replace("\n", "↵").replace("[", "\\[")
-        table.add_row(f"{s.start}–{s.end - 1}", str(s.end - s.start), str(s.turn), AGE_NAMES[s.tag(current).age], s.role, text[:60])
+        text = conversation.span_text(s).replace("\n", "↵")[:60]
+        table.add_row(f"{s.start}–{s.end - 1}", str(s.end - s.start), str(s.turn), AGE_NAMES[s.tag(current).age], s.role, Text(text))
     return table

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvstrata.tagging.template import check_content
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -25,6 +27,13 @@ class Question:
     prefix: str = ""
     source: str = ""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, str):
+                raise ValueError(f"question has {name} {value!r}; a string is needed")
+        if not self.text or not self.answer:
+            raise ValueError(f"question {self.text!r} with answer {self.answer!r}; both need text")
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -39,9 +48,35 @@ class Trace:
         if not isinstance(self.tools, list):
             raise ValueError(f"trace {self.id}: tools are {type(self.tools).__name__}; a list of function schemas is needed")
         for i, message in enumerate(self.messages):
-            role = message.get("role") if isinstance(message, dict) else None
-            if role not in ROLES:
-                raise ValueError(f"trace {self.id}: message {i} has role {role!r}; accepted: {', '.join(ROLES)}")
+            try:
+                check_message(message)
+            except ValueError as error:
+                raise ValueError(f"trace {self.id}: message {i} {error}") from None
+        for i, tool in enumerate(self.tools):
+            function = tool.get("function", tool) if isinstance(tool, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError(f"trace {self.id}: tool {i} is {tool!r}; a function schema with a name is needed")
+
+
+def check_message(message: Any) -> None:
+    """Raises ValueError for what is no message: a role, a content that is text or parts, calls that have a name and arguments."""
+    if not isinstance(message, dict):
+        raise ValueError(f"is {message!r}; an object of role and content is needed")
+    if message.get("role") not in ROLES:
+        raise ValueError(f"has role {message.get('role')!r}; accepted: {', '.join(ROLES)}")
+    try:
+        check_content(message.get("content"))
+    except ValueError as error:
+        raise ValueError(f"has {error}") from None
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise ValueError(f"has tool_calls {calls!r}; a list is needed")
+    for call in calls or ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(f"has tool call {call!r}; a function with a name is needed")
+        if not isinstance(function.get("arguments"), (dict, str)):
+            raise ValueError(f"has tool call {call!r}; its arguments must be an object or a string of JSON")
 
 
 @dataclass(frozen=True)
@@ -73,7 +108,8 @@ def load_traces(source: str, limit: int | None = None) -> TraceSet:
 
 def count(text: str, source: str) -> int:
     """The number at the end of a source name; ValueError unless it is a positive integer."""
-    if not text.isdigit() or int(text) < 1:
+    # ten digits are more than there are conversations, and int() takes neither endless ones nor all that are digits somewhere
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10) or int(text) < 1:
         raise ValueError(f"{text!r} in traces {source!r} is not a positive number")
     return int(text)
 
@@ -89,7 +125,7 @@ def read_jsonl(path: Path, limit: int | None = None) -> tuple[list[Trace], list[
             break
         try:
             traces.append(parse(json.loads(line), f"{path.stem}_{number}"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             errors.append(f"{path}, line {number}: {error}")
     return traces, errors
 
@@ -105,6 +141,10 @@ def parse(record: Any, default_id: str) -> Trace:
     """A trace of one JSON object. Keys other than id, messages, tools and questions are left alone."""
     if not isinstance(record, dict) or "messages" not in record:
         raise ValueError("no object with a 'messages' list")
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a surrogate pair, {error.object[error.start : error.end]!r}, is no text") from None
     try:
         questions = tuple(Question(**q) for q in record.get("questions") or ())
     except TypeError as error:

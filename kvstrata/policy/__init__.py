@@ -1,9 +1,9 @@
 """Policies: pure functions from tags, signals and a budget to a plan. One a file; `POLICIES` names them all."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
-from kvstrata.config import from_dict
 from kvstrata.policy.budget import Budget, BudgetTooSmallError, Signals
 from kvstrata.policy.full import Full
 from kvstrata.policy.role import ByRole
@@ -22,14 +22,29 @@ class Policy(Protocol):
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan: ...
 
 
-POLICIES: dict[str, type[Policy]] = {"full": Full, "uniform": Uniform, "window": Window, "role": ByRole, "triaxial": TriAxial}
+POLICIES: dict[str, type[Full | Uniform | Window | ByRole | TriAxial]] = {
+    "full": Full,
+    "uniform": Uniform,
+    "window": Window,
+    "role": ByRole,
+    "triaxial": TriAxial,
+}
 
 
 def make_policy(name: str, **settings: Any) -> Policy:
     """Policy of a name, with its settings. Raises ValueError, naming the accepted ones, for an unknown name, setting or value."""
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; accepted: {', '.join(POLICIES)}")
-    return from_dict(POLICIES[name], settings)
+    accepted = [f.name for f in fields(POLICIES[name])]
+    unknown = [key for key in settings if key not in accepted]
+    if unknown:
+        raise ValueError(f"unknown setting {unknown[0]!r} of policy {name!r}; accepted: {', '.join(accepted) or 'none'}")
+    try:
+        return POLICIES[name](**settings)
+    except TypeError as error:
+        # a value of another type, which the policy could not even compare
+        given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        raise ValueError(f"policy {name!r} does not take {given}: {error}") from error
 
 
 __all__ = ["POLICIES", "Budget", "BudgetTooSmallError", "Plan", "Policy", "Signals", "make_policy"]

@@ -4,6 +4,7 @@ Both entrances read the same automaton (automaton.py), learned once a template (
 each content lies, so that text which looks like a marker inside a content is not taken for one.
 """
 
+import itertools
 import re
 import warnings
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from kvstrata.tagging.automaton import WHITESPACE, Automaton, Pin, Scanner, Segment
+from kvstrata.tagging.probe import Render
 from kvstrata.tagging.roles import State
 from kvstrata.tagging.skeleton import Skeleton, learn
 from kvstrata.tagging.vocabulary import Vocabulary
@@ -42,6 +44,8 @@ class Reader:
     vocabulary: Vocabulary
     skeleton: Skeleton
     automaton: Automaton
+    takes_parts: frozenset[str]
+    """Message roles whose content may be text parts; they render as the text does."""
 
 
 def reader(tokenizer: Any) -> Reader:
@@ -57,9 +61,21 @@ def reader(tokenizer: Any) -> Reader:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
 
     skeleton = learn(render, vocabulary.units) if template else Skeleton((), False, ())
-    made = Reader(vocabulary, skeleton, Automaton(skeleton.marks))
+    made = Reader(vocabulary, skeleton, Automaton(skeleton.marks), frozenset(role for role in skeleton.roles if _takes_parts(render, role)))
     tokenizer._kvstrata_reader = (key, made)
     return made
+
+
+def _takes_parts(render: Render, role: str) -> bool:
+    def said(content: Any) -> str:
+        message, user = {"role": role, "content": content}, {"role": "user", "content": "q"}
+        turns = {"user": [message], "system": [message, user], "developer": [message, user]}
+        return render(turns.get(role, [user, message]), None)
+
+    try:
+        return said([{"type": "text", "text": "q7Zb0000k"}]) == said("q7Zb0000k")
+    except Exception:  # noqa: BLE001  a template may refuse in any way it likes
+        return False
 
 
 class Tagger:
@@ -111,14 +127,15 @@ def tag_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequ
                  add_generation_prompt: bool = False, **template_kwargs: Any) -> Tagged:  # fmt: skip
     """Render messages and tag every token.
 
-    The ids are those of `tokenizer.apply_chat_template(messages, tools=tools, ...)`. Raises ValueError for no messages, a tokenizer without
-    a chat template, a role that the template does not know, or a conversation that it refuses.
+    The ids are those of `tokenizer.apply_chat_template(plain_messages(tokenizer, messages), tools=tools, ...)`. Raises ValueError for no
+    messages, a tokenizer without a chat template, a role that the template does not know, or a conversation that it refuses.
     """
-    learned = _check(tokenizer, messages)
+    messages = plain_messages(tokenizer, messages)
+    learned = reader(tokenizer)
     kwargs = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **template_kwargs}
     tools = list(tools) if tools else None
     try:
-        text = tokenizer.apply_chat_template(list(messages), tools=tools, **kwargs)
+        text = tokenizer.apply_chat_template(messages, tools=tools, **kwargs)
     except (TemplateError, TypeError, LookupError, AttributeError, ValueError) as error:
         raise ValueError(f"the chat template refuses this conversation: {error}") from error
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -130,7 +147,33 @@ def tag_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequ
     return Tagged(list(ids), tagger.spans, text)
 
 
+def plain_messages(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as the tokenizer's template takes them: no content, None or no parts become ""; text parts are put end to end
+    where the template takes strings alone. Raises ValueError as tag_messages does, the template's own refusals aside."""
+    learned = _check(tokenizer, messages)
+    return [{**m, "content": _plain_content(m.get("content"), m["role"] in learned.takes_parts)} for m in messages]
+
+
+def _plain_content(content: Any, takes_parts: bool) -> Any:
+    if not content:
+        return ""
+    if isinstance(content, str) or takes_parts or not all(p.get("type") == "text" for p in content):
+        return content
+    return "".join(part["text"] for part in content)
+
+
+def check_content(content: Any) -> None:
+    """Raises ValueError unless it is a string, None, or a list of parts whose texts are strings."""
+    if content is not None and not isinstance(content, (str, list)):
+        raise ValueError(f"content {content!r}; accepted: a string, a list of parts, or None")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or (part.get("type") == "text" and not isinstance(part.get("text"), str)):
+            raise ValueError(f"content part {part!r}; accepted: {{'type': 'text', 'text': ...}} or a part of another type")
+
+
 def _check(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Reader:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise ValueError(f"messages is {messages!r}; accepted: a list of {{'role': ..., 'content': ...}}")
     if not messages:
         raise ValueError("messages is empty; at least one {'role': ..., 'content': ...} is needed")
     if not getattr(tokenizer, "chat_template", None):
@@ -138,10 +181,16 @@ def _check(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Reader:
         raise ValueError(f"tokenizer {name!r} has no chat template; accepted: one with tokenizer.chat_template set, or tag_ids")
     learned = reader(tokenizer)
     for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {i} is {message!r}; accepted: {{'role': ..., 'content': ...}}")
         role = message.get("role")
         if role not in learned.skeleton.roles:
             accepted = ", ".join(learned.skeleton.roles)
             raise ValueError(f"message {i} has role {role!r}, which the chat template does not know; accepted: {accepted}")
+        try:
+            check_content(message.get("content"))
+        except ValueError as error:
+            raise ValueError(f"message {i} has {error}") from None
     return learned
 
 
@@ -202,7 +251,7 @@ def _read_markers(units: str, states: list[State]) -> list[Pin]:
             pins.append(Pin(opened.pop(match[2]), at, states[int(match[2])]))
     # a content that is rendered inside another, or twice, is left to the automaton
     ordered = sorted(pins, key=lambda pin: (pin.start, pin.end))
-    return [p for p, after in zip(ordered, [*ordered[1:], None], strict=True) if after is None or p.end <= after.start]
+    return [p for p, after in itertools.pairwise([*ordered, None]) if p is not None and (after is None or p.end <= after.start)]
 
 
 def _spans(ids: np.ndarray[Any, np.dtype[np.int64]], segments: Sequence[Segment], vocabulary: Vocabulary) -> tuple[Span, ...]:

@@ -98,5 +98,22 @@ def test_splicing_keeps_roles_and_moves_the_rest(tokenizer: Any) -> None:
 
 
 def test_messages_that_the_template_refuses_name_the_trace(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="trace t: the chat template does not take its messages"):
-        render(tokenizer, Trace("t", [{"role": "user", "content": ["a list", 3]}]))
+    with pytest.raises(ValueError, match="trace t: the chat template does not take its messages: the chat template refuses"):
+        render(tokenizer, Trace("t", [{"role": "user", "content": [{"type": "image"}]}]))
+
+
+def test_contents_as_clients_send_them_render_as_plain_text_does(tokenizer: Any) -> None:
+    def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+        return message | {"content": [{"type": "text", "text": message["content"]}] if message["content"] else None}
+
+    plain = render(tokenizer, Trace("t", MESSAGES, [TOOL]))
+    assert render(tokenizer, Trace("t", [in_parts(m) for m in MESSAGES], [TOOL])) == plain
+
+
+def test_a_template_that_fails_in_its_own_way_names_the_trace(tokenizer: Any) -> None:
+    template, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception('not today') if tools }}{{ messages[0].content }}"
+    try:
+        with pytest.raises(ValueError, match=r"trace t: .*not today"):
+            render(tokenizer, Trace("t", MESSAGES, [TOOL]))
+    finally:
+        tokenizer.chat_template = template

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,20 @@ def test_a_conversation_that_cannot_run_is_named_and_the_others_run(tokenizer: A
     assert [e.split(":")[0] for e in done.errors] == ["trace huge"]
     assert "the model takes 4096" in done.errors[0]
     assert len(done.results[0].outcomes) == 1
+
+
+def test_settings_are_judged_on_the_same_conversations(tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_short_of_memory(model: Any, tokenizer: Any, setting: Setting, task: Any, reference: Any) -> Any:
+        if setting is INT2 and task.conversation.id == "first":
+            raise RuntimeError("out of memory")
+        return run(model, tokenizer, setting, task, reference)
+
+    monkeypatch.setattr("kvstrata.eval.evaluate.run", run_short_of_memory)
+    traces = [replace(LONG, id="first"), LONG]
+    done = evaluate(model, tokenizer, traces, [FULL, INT2], name="tiny", needles=1)
+    assert done.errors == ("trace first: out of memory",)
+    assert [len(r.outcomes) for r in done.results] == [1, 1]
+    assert [r.needles for r in done.results] == [1, 1]
 
 
 def test_own_questions_take_the_place_of_planted_facts(tokenizer: Any, model: Any) -> None:

@@ -26,11 +26,39 @@ def test_a_broken_line_is_named_by_number_and_the_rest_is_read(tmp_path: Path) -
     "record",
     ['{"messages": "hello"}', '{"messages": [{"role": "wizard", "content": "?"}]}', '{"messages": ["hello"]}', "[]", "3", "null",
      '{"messages": [{"role": "user", "content": "?"}], "tools": {"cd": {}}}',
-     '{"messages": [{"role": "user", "content": "?"}], "questions": [{"txt": "?"}]}'],
+     '{"messages": [{"role": "user", "content": "?"}], "questions": [{"txt": "?"}]}',
+     '{"messages": [{"role": "user", "content": "?"}], "questions": [{"text": "?", "answer": 3}]}',
+     '{"messages": [{"role": "user", "content": "?"}], "questions": [{"text": "?", "answer": ""}]}',
+     '{"messages": [{"role": "user", "content": "?"}], "tools": [3]}',
+     '{"messages": [{"role": "user", "content": "?"}], "tools": [{"function": {}}]}',
+     '{"messages": [{"role": ["user"], "content": "?"}]}',
+     '{"messages": [{"role": "user", "content": 3}]}',
+     '{"messages": [{"role": "user", "content": {"text": "?"}}]}',
+     '{"messages": [{"role": "user", "content": ["?"]}]}',
+     '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+     '{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+     "[" * 100_000,
+     *(f'{{"messages": [{{"role": "assistant", "tool_calls": {calls}}}]}}' for calls in (
+         "3", '{"name": "cd"}', "[3]", '[{"function": {}}]', '[{"function": 3}]', '[{"function": {"name": ""}}]',
+         '[{"function": {"name": "cd"}}]', '[{"function": {"name": "cd", "arguments": null}}]',
+     ))],
 )  # fmt: skip
 def test_what_is_no_conversation_is_an_error_line(tmp_path: Path, record: str) -> None:
     found = load_traces(write(tmp_path / "t.jsonl", record, GOOD))
     assert len(found.traces) == len(found.errors) == 1
+    assert ", line 1: " in found.errors[0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "assistant"}, {"role": "assistant", "content": None}, {"role": "user", "content": [{"type": "text", "text": "a"}]},
+     {"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "tool_calls": None},
+     {"role": "assistant", "tool_calls": [{"function": {"name": "cd", "arguments": "{}"}}, {"name": "cd", "arguments": {}}]}],
+)  # fmt: skip
+def test_what_clients_send_is_a_conversation(tmp_path: Path, message: dict[str, object]) -> None:
+    found = load_traces(write(tmp_path / "t.jsonl", json.dumps({"messages": [message]})))
+    assert found.errors == ()
+    assert found.traces[0].messages == [message]
 
 
 def test_an_unknown_role_names_the_accepted_ones() -> None:
@@ -51,7 +79,8 @@ def test_sources_that_name_nothing_say_what_is_accepted(tmp_path: Path) -> None:
     for source in ("nowhere.jsonl", "bfcl:multi_turn_bass", "bfcl:memory:plumber", "bfcl:memory", "bfcl:multi_turn_base:1:2"):
         with pytest.raises(ValueError, match=r"accepted: .*bfcl:"):
             load_traces(source)
-    for source in ("recall:0", "recall:x", "bfcl:multi_turn_base:0", "bfcl:multi_turn_base:-1"):
+    for source in ("recall:0", "recall:x", "bfcl:multi_turn_base:0", "bfcl:multi_turn_base:-1", "recall:²", "recall:٤",
+                   "bfcl:multi_turn_base:²", "bfcl:memory:student:²", "recall:" + "9" * 5000):  # fmt: skip
         with pytest.raises(ValueError, match="not a positive number"):
             load_traces(source)
     with pytest.raises(ValueError, match="hold no conversation"):
@@ -59,7 +88,9 @@ def test_sources_that_name_nothing_say_what_is_accepted(tmp_path: Path) -> None:
 
 
 def test_json_lines_are_read_back() -> None:
-    trace = Trace("a", [{"role": "user", "content": "é"}], [{"type": "function"}], (Question("q", "a", "p", "s"),))
+    trace = Trace(
+        "a", [{"role": "user", "content": "é"}], [{"type": "function", "function": {"name": "cd"}}], (Question("q", "a", "p", "s"),)
+    )
     assert parse(json.loads(to_json(trace)), "?") == trace
 
 

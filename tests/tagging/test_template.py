@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.eval.traces import load_traces
 from kvstrata.tagging import UNKNOWN_TURN, Tagger, tag_ids, tag_messages
+from kvstrata.tagging.template import plain_messages
 from kvstrata.types import Age, Modality, Role
 
 WEATHER = {
@@ -241,9 +242,50 @@ def test_bad_input_is_named(qwen, smollm2):
     with pytest.raises(ValueError, match="role 'wizard'"):
         tag_messages(smollm2, [{"role": "wizard", "content": "a"}])
     with pytest.raises(ValueError, match="refuses this conversation"):
-        tag_messages(smollm2, [{"role": "user"}])
+        tag_messages(smollm2, [{"role": "user", "content": [{"type": "image"}]}])
+    for messages in ("hello", {"role": "user"}, 3, iter([])):
+        with pytest.raises(ValueError, match=re.escape(f"messages is {messages!r}; accepted: a list of")):
+            tag_messages(qwen, messages)
+    for message in ("hello", None, [], 3):
+        with pytest.raises(ValueError, match=re.escape(f"message 1 is {message!r}; accepted: {{'role'")):
+            tag_messages(qwen, [{"role": "user", "content": "q"}, message])
+    for content in (3, {"text": "q"}, ("q",), b"q", False):
+        with pytest.raises(ValueError, match=re.escape(f"message 0 has content {content!r}; accepted: a string")):
+            tag_messages(qwen, [{"role": "user", "content": content}])
+    for part in ("q", None, {"type": "text"}, {"type": "text", "text": 3}):
+        with pytest.raises(ValueError, match=re.escape(f"message 0 has content part {part!r}; accepted:")):
+            tag_messages(qwen, [{"role": "user", "content": [part]}])
     with pytest.raises(ValueError, match="token id -1 is negative"):
         tag_ids(qwen, [5, -1])
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen", "thinking"])
+def test_no_content_is_an_empty_one_and_text_parts_are_text(name, request):
+    tokenizer = request.getfixturevalue(name)
+    say = {"role": "user", "content": "q"}
+    for i, message in enumerate(AGENT[:4]):
+        empty = tag_messages(tokenizer, [say, *AGENT[:i], {**message, "content": ""}])
+        for missing in ({k: v for k, v in message.items() if k != "content"}, {**message, "content": None}, {**message, "content": []}):
+            assert tag_messages(tokenizer, [say, *AGENT[:i], missing]) == empty
+    # nothing but an empty content: no place is known from the message
+    assert tag_messages(tokenizer, [{"role": "user"}]).spans[-1].role is Role.DELIM
+    parts = [{**m, "content": [{"type": "text", "text": m["content"][:3]}, {"type": "text", "text": m["content"][3:]}]} for m in AGENT]
+    assert tag_messages(tokenizer, parts) == tag_messages(tokenizer, AGENT)
+    assert isinstance(parts[0]["content"], list)
+
+
+def test_a_template_that_takes_parts_gets_them(qwen):
+    template, qwen.chat_template = qwen.chat_template, (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text if p.type == 'text' else '<|image_pad|>' }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    )  # fmt: skip
+    try:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]}]
+        assert plain_messages(qwen, messages) == messages
+        assert plain_messages(qwen, [{"role": "user", "content": messages[0]["content"][:1]}])[0]["content"] == messages[0]["content"][:1]
+        assert "a<|image_pad|>b" in tag_messages(qwen, messages).text
+    finally:
+        qwen.chat_template = template
 
 
 def test_a_tokenizer_without_a_template_is_refused(qwen):
