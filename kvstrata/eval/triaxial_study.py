@@ -32,6 +32,8 @@ SOURCES = (("bfcl:multi_turn_base", (0, 2)), ("bfcl:multi_turn_long_context", (0
 MEMORY_MESSAGES, MEMORY_QUESTIONS = 30, 8
 """A memory conversation is cut to its first messages and to questions that they answer."""
 BITS = 3.0
+BEST = "ours to INT4, 3.15"
+"""A session ends below its budget, for the recent window is widest in mid-conversation: this one ends near 3.0."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def make_rows(own: str, published: str, others: dict[str, str]) -> list[Row]:
     as_published, kivi = "TriAxialKV as published, nominal 2.7", "KIVI 2-bit"
     rows = [
         Row("comparison", "ours, 3.0", triaxial(BITS, profile=own)),
+        Row("comparison", BEST, triaxial(3.15, profile=own, tiers=(2, 3, 4))),
         Row("comparison", "uniform, 3.0", Setting(budget_bits=BITS)),
         Row("comparison", "uniform, 3.2", Setting(budget_bits=3.2)),
         Row("comparison", kivi, Setting(tier=Tier.INT2, codec="kivi")),
@@ -78,7 +81,7 @@ def make_rows(own: str, published: str, others: dict[str, str]) -> list[Row]:
         Row("ageing", "frozen at first write", triaxial(BITS, profile=own, frozen=True)),
         Row("axes", "loss not scaled by output (mse)", triaxial(BITS, profile=own, measure="mse")),
     ]
-    rows += [Row("profiles", f"profile of {name}", triaxial(BITS, profile=path)) for name, path in others.items()]
+    rows += [Row("profiles", f"profile {name}", triaxial(3.15, profile=path, tiers=(2, 3, 4))) for name, path in others.items()]
     rows += [Row("scan", f"{b / 10:.1f}", triaxial(b / 10, profile=own)) for b in range(24, 46)]
     return rows
 
@@ -135,8 +138,9 @@ def markdown(data: dict[str, Any]) -> str:
     for group in dict.fromkeys(r["group"] for r in runs):
         for which in dict.fromkeys(kind(r["trace"]) for r in runs if r["group"] == group):
             # a table's first line is what the others are compared with
-            mine = [r for r in runs if kind(r["trace"]) == which and (r["group"] == group or r["label"] == "ours, 3.0")]
-            labels = sorted(dict.fromkeys(r["label"] for r in mine), key=lambda x: (x != "ours, 3.0", *_order(x, mine)))
+            first = BEST if group == "profiles" else "ours, 3.0"
+            mine = [r for r in runs if kind(r["trace"]) == which and (r["group"] == group or r["label"] == first)]
+            labels = sorted(dict.fromkeys(r["label"] for r in mine), key=lambda x: (x != first, _order(x, mine)))
             most = {r["trace"] for r in mine}
             rows = [pooled([r for r in mine if r["label"] == x]) for x in labels]
             rows = [r for r in rows if group == "scan" or r["runs"] == len(most)] or rows
@@ -149,23 +153,23 @@ def markdown(data: dict[str, Any]) -> str:
     )
 
 
-def _order(label: str, runs: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    return 0, next(i for i, r in enumerate(runs) if r["label"] == label)
+def _order(label: str, runs: Sequence[dict[str, Any]]) -> int:
+    return next(i for i, r in enumerate(runs) if r["label"] == label)
 
 
 def verdicts(runs: Sequence[dict[str, Any]]) -> list[str]:
     """The figures: met or missed, on conversations of 4,000 tokens and more."""
     long = [r for r in runs if r["tokens"] >= 4000 and not r["trace"].startswith("memory")]
-    shared = set.intersection(*({r["trace"] for r in long if r["label"] == x} for x in ("ours, 3.0", "uniform, 3.2")))
-    by = {x: pooled([r for r in long if r["label"] == x and r["trace"] in shared]) for x in ("ours, 3.0", "uniform, 3.2")} if shared else {}
     lines = []
-    if by:
-        ours, other = by["ours, 3.0"], by["uniform, 3.2"]
-        word = "met" if ours["kl"] <= 0.5 * other["kl"] and ours["bits"] <= other["bits"] + 0.02 else "MISSED"
-        lines.append(
-            f"KL at most half of uniform's at the same bytes: {ours['kl']:.4f} at {ours['bits']:.2f} bits, "
-            f"uniform {other['kl']:.4f} at {other['bits']:.2f} bits, ratio {ours['kl'] / other['kl']:.2f}: {word}"
-        )
+    for mine in ("ours, 3.0", BEST):
+        shared = {r["trace"] for r in long if r["label"] == mine} & {r["trace"] for r in long if r["label"] == "uniform, 3.2"}
+        if shared:
+            ours, other = (pooled([r for r in long if r["label"] == x and r["trace"] in shared]) for x in (mine, "uniform, 3.2"))
+            word = "met" if ours["kl"] <= 0.5 * other["kl"] and ours["bits"] <= other["bits"] + 0.005 else "MISSED"
+            lines.append(
+                f"{mine}: KL at most half of uniform's at the same bytes: {ours['kl']:.4f} at {ours['bits']:.2f} bits, "
+                f"uniform {other['kl']:.4f} at {other['bits']:.2f} bits, ratio {ours['kl'] / other['kl']:.2f}: {word}"
+            )
     pairs = [("ours at KIVI's bits", "KIVI 2-bit"), ("ours at the published layout's bits", "TriAxialKV as published, nominal 2.7")]
     for mine, theirs in pairs:
         both = {r["trace"] for r in long if r["label"] == mine} & {r["trace"] for r in long if r["label"] == theirs}
@@ -214,7 +218,7 @@ def main(
     path = out.with_suffix(".json")
     name = Path(model).name
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": name, "runs": [], "turns": []}
-    others = {"default": "default"} | dict(o.split("=", 1) for o in other or [])
+    others = {"default": "default", "smollm2": "smollm2"} | dict(o.split("=", 1) for o in other or [])
     wanted = [r for r in make_rows(own, published, others) if r.group in rows.split(",") and (not only or r.label in only.split(";"))]
     loaded, tokenizer = load(model)
     for source, places in SOURCES:

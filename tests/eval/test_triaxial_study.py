@@ -72,14 +72,19 @@ def test_an_interrupted_study_goes_on(tokenizer: Any, tmp_path: Path, monkeypatc
 
 def test_pooling_weighs_tokens() -> None:
     def run(trace: str, scored: int, kl: float, calls: int) -> dict[str, Any]:
-        return {"group": "comparison", "label": "ours, 3.0", "trace": trace, "tokens": 5000, "bits": 3.0, "scored": scored, "kl": kl, "top1": 1.0,
-                "call_tokens": calls, "call_kl": kl if calls else None, "call_top1": 0.5 if calls else None, "fact_logp": [], "facts_hit": 0}  # fmt: skip
+        called = {"call_kl": kl, "call_top1": 0.5} if calls else {"call_kl": None, "call_top1": None}
+        return called | {
+            "group": "comparison", "label": "ours, 3.0", "trace": trace, "tokens": 5000, "bits": 3.0, "scored": scored, "kl": kl,
+            "top1": 1.0, "call_tokens": calls, "fact_logp": [], "facts_hit": 0,
+        }  # fmt: skip
 
     both = study.pooled([run("a_0", 100, 0.01, 10), run("a_1", 300, 0.03, 0)])
     assert both["kl"] == pytest.approx(0.025)
     assert both["call_top1"] == 0.5
     lines = study.verdicts([run("a_0", 100, 0.01, 10), {**run("a_0", 100, 0.03, 10), "label": "uniform, 3.2"}])
-    assert lines == ["KL at most half of uniform's at the same bytes: 0.0100 at 3.00 bits, uniform 0.0300 at 3.00 bits, ratio 0.33: met"]
+    assert lines == [
+        "ours, 3.0: KL at most half of uniform's at the same bytes: 0.0100 at 3.00 bits, uniform 0.0300 at 3.00 bits, ratio 0.33: met"
+    ]
     missed = study.verdicts([run("a_0", 100, 0.02, 10), {**run("a_0", 100, 0.03, 10), "label": "uniform, 3.2"}])
     assert missed[0].endswith("ratio 0.67: MISSED")
 
