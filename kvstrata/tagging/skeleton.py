@@ -264,15 +264,17 @@ def _split_footers(marks: list[Mark]) -> list[Mark]:
     footers = sorted({m.parts[0][0] for m in marks if m.target is State.GAP and m.parts[0][1] is Role.DELIM}, key=len, reverse=True)
     out = []
     for mark in marks:
-        text, role = mark.parts[0]
+        # the markup that ends a result or a call stands before the delimiter
+        lead = mark.parts[:1] if mark.parts[0][1] is not Role.DELIM and len(mark.parts) > 1 else ()
+        (text, role), *rest = mark.parts[len(lead) :]
         if role is not Role.DELIM or mark.target is State.GAP:
             out.append(Mark(mark.source, mark.target, mark.parts, len(mark.parts) if mark.target is State.USER else -1, mark.guard))
             continue
         n = next((len(f.rstrip(WHITESPACE)) for f in footers if f.strip(WHITESPACE) and text.startswith(f.rstrip(WHITESPACE))), 0)
         n += len(text[n:]) - len(text[n:].lstrip(WHITESPACE)) if n else 0
-        head = ((text[n:], role), *mark.parts[1:]) if text[n:] else mark.parts[1:]
-        parts = (((text[:n], role),) if n else ()) + head
-        out.append(Mark(mark.source, mark.target, parts, min(n, 1) if mark.target is State.USER else -1, mark.guard))
+        head = ((text[n:], role), *rest) if text[n:] else tuple(rest)
+        parts = lead + (((text[:n], role),) if n else ()) + head
+        out.append(Mark(mark.source, mark.target, parts, len(lead) + min(n, 1) if mark.target is State.USER else -1, mark.guard))
         if head and (is_special(head[0][0][0]) or len(head[0][0].strip(WHITESPACE)) > 3):
             out.append(Mark(State.GAP, mark.target, head, 0 if mark.target is State.USER else -1))
     # neighbours that no probe could bring together
