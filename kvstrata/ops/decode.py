@@ -53,7 +53,8 @@ def tiles(
     for b, count in enumerate(segment.counts.tolist()):
         for start in range(0, count, tile_pages):
             end = min(start + tile_pages, count)
-            frames = arena[segment.frames[b, start:end].long()]
+            ids = segment.frames[b, start:end]
+            frames = arena.index_select(0, ids.flatten()).view(*ids.shape, *arena.shape[1:])
             k: Half
             v: Half
             if segment.tier is Tier.BF16:

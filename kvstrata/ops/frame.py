@@ -83,7 +83,7 @@ def table(bits: tuple[int, ...], scale: float, offset: float) -> Tensor:
 
 def words(frames: Tensor) -> Tensor:
     """uint8 [..., frame_bytes] -> int32 [..., frame_bytes / 2], each in [0, 65536)."""
-    return frames.view(torch.int16).int() & 0xFFFF
+    return frames.view(torch.uint16).int()
 
 
 def k_plane(codes: Tensor, bits: tuple[int, ...]) -> Tensor:
