@@ -10,8 +10,8 @@ from kvstrata.ops.merge import merge
 from kvstrata.ops.table import PageTable, Segment, live_tokens
 from kvstrata.types import PAGE_SIZE, Tier
 
-TILE_PAGES = 32
-"""Pages that are in floating point at a time: what bounds the reference's extra memory, and what fits a core's cache."""
+TILE_PAGES, TILE_PAGES_MANY = 128, 32
+"""Pages that are in floating point at a time, for few queries and for many: what bounds the reference's extra memory."""
 
 DecodePages = Callable[[Tensor, Tier, int], tuple[Tensor, Tensor]]
 """Codec: (frames uint8 [P, n, H, FB], tier, head_dim) -> k, v float32 [P, 32, H, D]."""
@@ -79,8 +79,9 @@ def attend_pages(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, de
     lse = torch.full((b, h, rows), -torch.inf, device=q.device)
     order = quant.word_order(d).to(q.device)
     in_words = folded[..., order]
+    tile_pages = TILE_PAGES if rows <= PAGE_SIZE else TILE_PAGES_MANY
     for segment in table.segments:
-        for i, k, v, live in tiles(segment, arena, d, dense_dtype, decode_pages, TILE_PAGES):
+        for i, k, v, live in tiles(segment, arena, d, dense_dtype, decode_pages, tile_pages):
             words = isinstance(k, quant.Unpacked)
             part, part_lse = _attend_tile(in_words[i] if words else folded[i], k, v, live)
             if words:

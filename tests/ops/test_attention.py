@@ -177,4 +177,4 @@ def test_peak_extra_memory_is_bounded_by_a_tile() -> None:
         with Watch():
             decode_ref(q, batch.arena, batch.table, 0.1, dense_dtype=torch.bfloat16)
         tracker.append(largest)
-    assert tracker[0] == tracker[1] <= 32 * 32 * 2 * 64 * 4
+    assert tracker[0] == tracker[1] <= 128 * 32 * 2 * 64 * 4
