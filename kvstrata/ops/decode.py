@@ -17,6 +17,11 @@ DecodePages = Callable[[Tensor, Tier, int], tuple[Tensor, Tensor]]
 """Codec: (frames uint8 [P, n, H, FB], tier, head_dim) -> k, v float32 [P, 32, H, D]."""
 
 
+def has_kernel(q: Tensor, dense_dtype: torch.dtype, decode_pages: DecodePages) -> bool:
+    """Whether attention of q runs as a kernel: its numbers have 16 bits, so a float32 model takes the reference."""
+    return backend.use_triton(q) and decode_pages is quant.decode and q.dtype.itemsize == dense_dtype.itemsize == 2
+
+
 def decode(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype, rotated: bool = True,
            decode_pages: DecodePages = quant.decode) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One query token a sequence against its stored pages.
@@ -25,8 +30,7 @@ def decode(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dt
     dense_dtype: what BF16 pages hold; rotated: whether V is stored rotated (the output is rotated back).
     -> out [B, Hq, D] in q's dtype, lse float32 [B, Hq] (natural log; -inf and out 0 where a sequence has no live token).
     """
-    # the kernel's numbers have 16 bits: a float32 model takes the reference
-    if backend.use_triton(q) and decode_pages is quant.decode and q.dtype.itemsize == dense_dtype.itemsize == 2:
+    if has_kernel(q, dense_dtype, decode_pages):
         from kvstrata.ops.decode_kernel import decode_triton
 
         return decode_triton(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)

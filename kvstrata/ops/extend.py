@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvstrata.ops import backend, quant
-from kvstrata.ops.decode import DecodePages, attend_pages
+from kvstrata.ops import quant
+from kvstrata.ops.decode import DecodePages, attend_pages, has_kernel
 from kvstrata.ops.merge import merge
 from kvstrata.ops.table import PageTable, Segment
 
@@ -22,8 +22,7 @@ def extend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: Tensor
     q [N, Hq, D], k, v [N, H, D] (v not rotated) of the chunk; arena uint8 [F, H, frame_bytes]; the pages of `table` all lie before
     the chunk. -> out [N, Hq, D] in q's dtype. Without pages this is plain causal attention.
     """
-    # the kernel's numbers have 16 bits: a float32 model takes the reference
-    if backend.use_triton(q) and decode_pages is quant.decode and q.dtype.itemsize == dense_dtype.itemsize == 2:
+    if has_kernel(q, dense_dtype, decode_pages):
         from kvstrata.ops.extend_kernel import extend_triton
 
         return extend_triton(q, k, v, cu_seqlens, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)

@@ -52,5 +52,4 @@ def settle_pages(arena: Tensor, src_frames: Tensor, dst_frames: Tensor, tier: Ti
         from kvstrata.ops.write_kernel import settle_pages_triton
 
         return settle_pages_triton(arena, src_frames, dst_frames, tier, head_dim, dense_dtype)
-    k, v = read_dense(arena, src_frames, head_dim, dense_dtype)
-    arena[dst_frames.flatten().long()] = encode(k, v, tier).flatten(0, 1)
+    write_pages(arena, dst_frames, *read_dense(arena, src_frames, head_dim, dense_dtype), tier, encode=encode)

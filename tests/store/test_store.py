@@ -1,85 +1,14 @@
 """The store against a plain reference: every token's K and V, kept in a list."""
 
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstrata.config import StoreConfig
 from kvstrata.ops import quant
 from kvstrata.store.arena import OutOfFramesError
 from kvstrata.store.page import FULL
-from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Plan, Tier
-
-L, H, D = 2, 2, 64
-
-
-def make_store(num_frames: int = 2000, **settings_: Any) -> Store:
-    values = {"num_layers": L, "num_kv_heads": H, "head_dim": D, "num_frames": num_frames, "dense_dtype": "float32"} | settings_
-    store = Store(StoreConfig.from_dict(values))
-    # what was never written must never be read
-    store.arena.buffer.fill_(0xFF)
-    store.arena.buffer[:, 0] = 0
-    return store
-
-
-def kv(tokens: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V that depend on the token alone."""
-    g = torch.arange(H * D, dtype=torch.float64).view(1, H, D)
-    t = torch.tensor(tokens, dtype=torch.float64).view(-1, 1, 1)
-    noise = [torch.sin(t * a + g * b + layer) * 43758.5453 for a, b in ((12.9898, 78.233), (39.346, 11.135))]
-    k, v = ((2 * (x - x.floor()) - 1).float() for x in noise)
-    return k, v
-
-
-def feed(store: Store, ids: list[int], tokens: list[list[int]], *, commit: bool = True) -> None:
-    step = store.begin(ids, tokens)
-    flat = [t for row in tokens for t in row]
-    for layer in range(L):
-        step.write(layer, *kv(flat, layer))
-    store.check_integrity()
-    if commit:
-        step.commit()
-    else:
-        step.abort()
-    store.check_integrity()
-
-
-def stored(store: Store, sequence: int, layer: int) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """Live K and V by position, V rotated back."""
-    k_out, v_out = {}, {}
-    for p, page in enumerate(store.sequence(sequence).pages):
-        if not page.frames:
-            continue
-        frames = torch.tensor([page.frames], dtype=torch.int32)
-        k, v = store.read_pages(store.arena.buffer[layer], frames, page.tier)
-        v = quant.rotate(v.float()) if store.layout.codec.rotates_v else v.float()
-        for j in range(PAGE_SIZE):
-            if page.live >> j & 1:
-                k_out[p * PAGE_SIZE + j], v_out[p * PAGE_SIZE + j] = k[0, j].float(), v[0, j]
-    return k_out, v_out
-
-
-TOLERANCE = {Tier.INT2: 0.4, Tier.INT3: 0.12, Tier.INT4: 0.12, Tier.INT8: 0.02, Tier.BF16: 1e-5}
-"""Largest error of K, in [-1, 1]; V's is spread by the rotation."""
-V_TOLERANCE = {Tier.INT2: 1.3, Tier.INT3: 1.3, Tier.INT4: 0.35, Tier.INT8: 0.03, Tier.BF16: 1e-5}
-
-
-def check_content(store: Store, sequence: int) -> None:
-    s = store.sequence(sequence)
-    for layer in range(L):
-        if not s.token_ids:
-            continue
-        k_ref, v_ref = kv(s.token_ids, layer)
-        k, v = stored(store, sequence, layer)
-        for position in k:
-            tier = s.pages[position // PAGE_SIZE].tier
-            assert (k[position] - k_ref[position]).abs().max() < TOLERANCE[tier], (position, tier)
-            assert (v[position] - v_ref[position]).abs().max() < V_TOLERANCE[tier], (position, tier)
+from tests.store.reference import TOLERANCE, L, check_content, feed, kv, make_store, stored
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 95, 127, 128, 129, 191, 192, 200])
@@ -425,80 +354,3 @@ def test_other_codecs_store_what_they_should(codec: str) -> None:
         if window == 0:
             assert s.pages[-1].tier is (Tier.INT4 if codec == "triaxial" else Tier.BF16)
             assert all(page.tier is tier for page in s.pages[:-1])
-
-
-class StoreMachine(RuleBasedStateMachine):
-    """Any order of operations keeps the books and the content."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = make_store(num_frames=700)
-        self.next = 0
-
-    def ids(self) -> list[int]:
-        return [s.id for s in self.store.sequences]
-
-    @rule(tiers=st.lists(st.sampled_from([Tier.EVICTED, Tier.INT2, Tier.INT3, Tier.INT4, Tier.BF16]), max_size=4))
-    def add(self, tiers: list[Tier]) -> None:
-        if len(self.ids()) < 4:
-            self.store.add_sequence(Plan(tuple(tiers), Tier.INT3))
-
-    @precondition(lambda self: self.ids())
-    @rule(data=st.data(), n=st.integers(1, 150), fresh=st.booleans(), commit=st.booleans())
-    def extend(self, data: st.DataObject, n: int, fresh: bool, commit: bool) -> None:
-        i = data.draw(st.sampled_from(self.ids()))
-        start = 10_000 * self.next if fresh else self.store.sequence(i).num_tokens
-        self.next += fresh
-        try:
-            feed(self.store, [i], [list(range(start, start + n))], commit=commit)
-        except OutOfFramesError as error:
-            assert error.asked > error.free
-
-    @precondition(lambda self: self.ids())
-    @rule(
-        data=st.data(),
-        tier=st.sampled_from([Tier.INT2, Tier.INT3, Tier.INT4, Tier.BF16]),
-        first=st.sampled_from([Tier.EVICTED, Tier.INT2, Tier.BF16]),
-        dead=st.dictionaries(st.integers(0, 6), st.integers(0, 2**32 - 1), max_size=2),
-    )
-    def plan(self, data: st.DataObject, tier: Tier, first: Tier, dead: dict[int, int]) -> None:
-        try:
-            self.store.set_plan(data.draw(st.sampled_from(self.ids())), Plan((first,), tier, dead))
-        except OutOfFramesError as error:
-            assert error.asked > error.free
-
-    @precondition(lambda self: self.ids())
-    @rule(data=st.data(), keep=st.floats(0, 1))
-    def crop(self, data: st.DataObject, keep: float) -> None:
-        i = data.draw(st.sampled_from(self.ids()))
-        s = self.store.sequence(i)
-        try:
-            self.store.crop(i, int(keep * s.num_tokens) // PAGE_SIZE * PAGE_SIZE)
-        except OutOfFramesError as error:
-            assert error.asked > error.free
-
-    @precondition(lambda self: 0 < len(self.ids()) < 4)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        self.store.fork(data.draw(st.sampled_from(self.ids())))
-
-    @precondition(lambda self: self.ids())
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        self.store.release(data.draw(st.sampled_from(self.ids())))
-
-    @rule(n=st.integers(1, 400))
-    def match(self, n: int) -> None:
-        if len(self.ids()) < 4:
-            i = self.store.add_sequence(Plan((), Tier.INT4))
-            assert self.store.match_prefix(i, list(range(n))) % PAGE_SIZE == 0
-
-    @invariant()
-    def books_and_content(self) -> None:
-        self.store.check_integrity()
-        for i in self.ids():
-            check_content(self.store, i)
-
-
-StoreMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
-TestStoreMachine = StoreMachine.TestCase
