@@ -258,12 +258,22 @@ class Session:
         signals = Signals(current_turn=max((s.turn for s in spans), default=0), held=held)
         if self.budget_bits is None:
             return self.policy.plan(spans, n, signals)
-        limit = int(self.budget_bits * self.layout.elements(max(n, BUDGET_HORIZON)) / 8)
         try:
-            return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=limit))
+            return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=max(self._limit(n), 1)))
         except BudgetTooSmallError as error:
             # the window's fixed cost outweighs a short conversation
             return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=max(error.floor, 1)))
+
+    def _limit(self, num_tokens: int) -> int:
+        """Bytes that a plan may take: the budget's, less what the window still grows by before its next group settles. Without that reserve
+        older pages would pay for the window where it is widest with planes that they cannot win back where it is narrow again."""
+        assert self.budget_bits is not None
+        pages = -(-num_tokens // PAGE_SIZE)
+        to_come = self.store.widest_window_pages - (pages - self.store.first_window_page(num_tokens))
+        # a page costs the window all of its bytes with its first token
+        moments = [(0, num_tokens), *((i + 1, (pages + i) * PAGE_SIZE + 1) for i in range(to_come))]
+        dense = self.layout.tier_bytes()[Tier.BF16]
+        return min(int(self.budget_bits * self.layout.elements(max(n, BUDGET_HORIZON)) / 8) - new * dense for new, n in moments)
 
     def _budget(self, num_tokens: int, *, bits: float | None = None, num_bytes: int | None = None) -> Budget:
         pages = -(-num_tokens // PAGE_SIZE)

@@ -121,6 +121,11 @@ class Store:
         window = self.config.window
         return max(0, num_tokens // window - 1) * window // PAGE_SIZE if window else num_tokens // PAGE_SIZE
 
+    @property
+    def widest_window_pages(self) -> int:
+        """Pages of the recent window just before a group settles, the unfinished one included."""
+        return 2 * self.config.window // PAGE_SIZE or 1
+
     # a forward pass
 
     def begin(self, sequence_ids: list[int], token_ids: list[list[int]], *, shareable: bool = True) -> Step:
