@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvstrata.ops import quant
+from kvstrata.ops import backend, extend_cuda, quant
 from kvstrata.ops.decode import DecodePages, attend_pages, has_kernel
 from kvstrata.ops.merge import merge
 from kvstrata.ops.table import PageTable, Segment
@@ -23,6 +23,8 @@ def extend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: Tensor
     the chunk. -> out [N, Hq, D] in q's dtype. Without pages this is plain causal attention.
     """
     if has_kernel(q, dense_dtype, decode_pages):
+        if backend.use_cuda(q) and extend_cuda.accepts(q, arena, dense_dtype):
+            return extend_cuda.extend_cuda(q, k, v, cu_seqlens, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
         from kvstrata.ops.extend_kernel import extend_triton
 
         return extend_triton(q, k, v, cu_seqlens, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)

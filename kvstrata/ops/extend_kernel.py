@@ -6,7 +6,6 @@ channels that suits the unpacking: c * 8 + f for channel f * C + c. One product 
 the ordinary channels, and the loop over the chunk goes on with the same running maximum. Knows nothing of stores.
 """
 
-import itertools
 import math
 
 import torch
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvstrata.ops import backend, dense, frame
+from kvstrata.ops import backend, dense, extend_tiles
 from kvstrata.ops.quant_kernel import OFFSET_UNIT, fields, fma2, mul2, offset_of, pin, scale_of, weight_of
 from kvstrata.ops.table import PageTable
 from kvstrata.ops.write_kernel import lane_at
@@ -259,25 +258,15 @@ def extend_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena:
     n, hq, d = q.shape
     h = k.shape[1]
     group = hq // h
-    if q.dtype not in (torch.bfloat16, torch.float16) or dense_dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"queries are {q.dtype} and dense pages {dense_dtype}; the kernel accepts torch.bfloat16 and torch.float16")
-    if group * h != hq or not 1 <= group <= 16:
-        raise ValueError(f"{hq} query heads on {h} KV heads; the kernel accepts 1 to 16 query heads to a KV head")
-    frame_bytes = frame.frame_bytes(frame.check_head_dim(d))
-    if arena.shape[2] != frame_bytes or not arena.is_contiguous():
-        raise ValueError(f"arena {tuple(arena.shape)} must be contiguous, with {frame_bytes} bytes a frame and KV head at head_dim {d}")
+    extend_tiles.check(q, k, arena, dense_dtype)
+    frame_bytes = arena.shape[2]
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     q = q if q.stride(1) == d else q.contiguous()
     padded = triton.next_power_of_2(group)
     # with 256 channels, half the rows fit
     rows = BLOCK_ROWS if d <= 128 else BLOCK_ROWS // 2
     per_tile = rows // padded
-    tiles = [
-        (b, start, end - start, first)
-        for b, (start, end) in enumerate(itertools.pairwise(cu_seqlens))
-        # the longest first: they see most of the chunk
-        for first in reversed(range(0, end - start, per_tile))
-    ]
+    tiles = extend_tiles.tiles(cu_seqlens, per_tile)
     out = torch.empty(n, hq, d, dtype=q.dtype, device=q.device)
     if not tiles:
         return out

@@ -1,0 +1,119 @@
+"""The extend kernel in CUDA C++: compiled without a GPU and looked at; with one, against float64 attention and the reference."""
+
+import itertools
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstrata.ops import cuda, extend_cuda, extend_tiles
+from kvstrata.ops.extend import extend, extend_ref
+from kvstrata.ops.table import PageTable
+from kvstrata.types import Tier
+from tests.ops import test_extend_kernel
+from tests.ops.kernel_cases import DEVICE, make_case, relative_error
+
+T = Tier
+HALF, BFLOAT = torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("head_dim", extend_cuda.HEAD_DIMS)
+def test_each_variant_compiles_without_spills_at_its_register_cap(head_dim, tmp_path):
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for dtype in (HALF, BFLOAT):
+        path = tmp_path / "extend.cubin"
+        path.write_bytes(cuda.compile_source(cuda.source("extend"), extend_cuda.options(head_dim, dtype)))
+        usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        # 384 threads share 65,536 registers; a stack would be a spill or an array that is indexed at run time
+        assert re.search(r"REG:168 STACK:0 .*LOCAL:0 ", usage)
+        code = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
+        assert code.count("USETMAXREG") == 2
+        assert code.count("HGMMA") == 3 * 3 * 8 + (3 * 8 if head_dim == 128 else 0)
+
+
+def test_shared_memory_fits_a_multiprocessor():
+    assert max(map(extend_cuda.shared_bytes, extend_cuda.HEAD_DIMS)) <= 227 << 10
+
+
+@pytest.mark.parametrize("rows_per_token", [1, 5])
+def test_tiles_cover_each_row_once_the_longest_first(rows_per_token):
+    lengths, starts = [70, 0, 300], [0, 70, 70, 370]
+    tiles = extend_tiles.tiles(starts, 128, rows_per_token)
+    rows = [(b, row) for b, _, tokens, first in tiles for row in range(first, min(first + 128, tokens * rows_per_token))]
+    assert sorted(rows) == [(b, row) for b, n in enumerate(lengths) for row in range(n * rows_per_token)]
+    assert all(first_row == starts[b] and tokens == lengths[b] for b, first_row, tokens, _ in tiles)
+    assert [t[3] for t in tiles] == sorted((t[3] for t in tiles), reverse=True)
+
+
+def test_shapes_of_other_kernels_are_refused():
+    arena = torch.zeros(1, 1, 704, dtype=torch.uint8)
+    q, k = torch.zeros(1, 1, 96, dtype=HALF), torch.zeros(1, 1, 96, dtype=HALF)
+    with pytest.raises(ValueError, match="head_dim"):
+        extend_cuda.extend_cuda(q, k, k, [0, 1], torch.zeros(1, 1, 896, dtype=torch.uint8), PageTable((), 1), 1.0, dense_dtype=HALF)
+    assert not extend_cuda.accepts(q, arena, HALF)
+    assert not extend_cuda.accepts(torch.zeros(1, 1, 64, dtype=HALF), arena, BFLOAT)
+
+
+ALL = {T.INT8: [5, 0], T.BF16: [1, 3], T.INT4: [4, 1], T.INT3: [0, 2], T.INT2: [9, 6]}
+LIVE = {T.INT8: 1, T.BF16: 2, T.INT4: 2, T.INT2: 1}
+OWN_CASES = [
+    pytest.param(None, [300, 1, 0, 129], 2, 4, 128, {}, id="no-pages-128"),
+    pytest.param({T.INT2: [9]}, [128], 1, 4, 128, {}, id="int2-128"),
+    pytest.param({T.INT3: [8]}, [50], 2, 2, 128, {}, id="int3-128"),
+    pytest.param({T.INT4: [5]}, [200], 2, 1, 128, {}, id="int4-128"),
+    pytest.param({T.BF16: [11]}, [33], 2, 3, 128, {}, id="bf16-128"),
+    pytest.param({T.BF16: [3]}, [33], 2, 3, 64, {T.BF16: 2}, id="bf16-live-64"),
+    pytest.param(ALL, [270, 37], 2, 5, 128, LIVE, id="all-tiers-live-128"),
+    pytest.param(ALL, [37, 270], 2, 7, 64, LIVE, id="all-tiers-live-64"),
+]
+CASES = [c for c in test_extend_kernel.CASES if c.values[4] in extend_cuda.HEAD_DIMS] + OWN_CASES
+
+
+def inputs(lengths, heads, group, head_dim, dtype):
+    gen = torch.Generator().manual_seed(3)
+    cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    return cu, *(torch.randn(cu[-1], n, head_dim, generator=gen).to(dtype).to(DEVICE) for n in (heads * group, heads, heads))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, bound", [(HALF, 2e-3), (BFLOAT, 6e-3)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("counts, lengths, heads, group, head_dim, live", CASES)
+def test_extend_cuda_matches_float64(counts, lengths, heads, group, head_dim, live, dtype, bound):
+    cu, q, k, v = inputs(lengths, heads, group, head_dim, dtype)
+    case = make_case(counts, heads, head_dim, live=live, dtype=dtype) if counts else None
+    arena = case.arena if case else make_case({T.INT2: [1] * len(lengths)}, heads, head_dim).arena
+    table = case.table if case else PageTable((), len(lengths))
+    scale = 1 / math.sqrt(head_dim)
+    out = extend_cuda.extend_cuda(q, k, v, cu, arena, table, scale, dense_dtype=dtype)
+    assert relative_error(out, test_extend_kernel.expected(q, k, v, cu, case, scale)) < bound
+    assert relative_error(out, extend_ref(q, k, v, cu, arena, table, scale, dense_dtype=dtype).double()) < bound
+
+
+@pytest.mark.gpu
+def test_views_and_unrotated_values_and_large_scores():
+    cu, q, k, v = inputs([40, 60], 2, 4, 128, BFLOAT)
+    q = q * 30
+    case = make_case({T.INT4: [6, 2]}, 2, 128)
+    kv = torch.stack([k, v], 1)
+    for rotated in (True, False):
+        run = dict(dense_dtype=BFLOAT, rotated=rotated)
+        ref = extend_ref(q, k, v, cu, case.arena, case.table, 0.1, **run)
+        out = extend_cuda.extend_cuda(q, kv[:, 0], kv[:, 1], cu, case.arena, case.table, 0.1, **run)
+        assert relative_error(out, ref.double()) < 1e-2
+        halves = torch.stack([q, q], -1)[..., 0]
+        assert torch.equal(extend_cuda.extend_cuda(halves, k, v, cu, case.arena, case.table, 0.1, **run), out)
+
+
+@pytest.mark.gpu
+def test_a_long_prefix_is_attended_the_same_each_time_and_by_dispatch():
+    cu, q, k, v = inputs([700], 2, 4, 128, HALF)
+    case = make_case({T.INT2: [150], T.INT4: [33], T.BF16: [3]}, 2, 128, dtype=HALF)
+    run = dict(dense_dtype=HALF)
+    outs = [extend(q, k, v, cu, case.arena, case.table, 0.09, **run) for _ in range(3)]
+    assert all(torch.equal(a, b) for a, b in itertools.pairwise(outs))
+    assert torch.equal(outs[0], extend_cuda.extend_cuda(q, k, v, cu, case.arena, case.table, 0.09, **run))
+    assert relative_error(outs[0], test_extend_kernel.expected(q, k, v, cu, case, 0.09)) < 2e-3
