@@ -23,8 +23,8 @@ def attend(store: Store, step: Step, layer: int, q: Tensor, k: Tensor, v: Tensor
     counts = [b - a for a, b in itertools.pairwise(step.cu_seqlens)]
     how: dict[str, Any] = {"dense_dtype": store.dense_dtype, "rotated": layout.codec.rotates_v, "decode_pages": layout.decode}
     if any(n != 1 for n in counts):
-        return extend(q, k, v, step.cu_seqlens, arena, step.table, scale, **how)
-    stored, lse = decode(q, arena, step.table, scale, **how)
+        return extend(q, k, v, step.cu_seqlens, arena, step.table[layer], scale, **how)
+    stored, lse = decode(q, arena, step.table[layer], scale, **how)
     group = q.shape[1] // k.shape[1]
     own_lse = torch.einsum("bhgd,bhd->bhg", q.unflatten(1, (-1, group)).float(), k.float()).flatten(1) * scale
     own = v.repeat_interleave(group, 1)

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
-from kvstrata.policy import Budget, BudgetTooSmallError, Signals, make_policy
+from kvstrata.policy import POLICIES, Budget, BudgetTooSmallError, Signals, make_policy
 from kvstrata.store.layout import Layout
 from kvstrata.store.store import Store
 from kvstrata.tagging.calls import parse_reply
@@ -44,6 +44,10 @@ class TurnReport:
     reused_tokens: int
     new_tokens: int
     seconds: float
+    anchors: int = 0
+    """Tokens kept as anchors, a layer and KV head on average."""
+    anchors_promoted: int = 0
+    """Of those: made of planes, whose loss stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +100,11 @@ class Session:
             store = Store(store_config(model, capacity, codec=codec, window=window, dense_dtype=dense_dtype), model.device)
         self.store = store
         settings = dict(policy_settings or {})
-        if policy in ("uniform", "role", "triaxial"):
+        # what the codec has stands in for settings that are not given
+        defaults = {f.name: f.default for f in fields(POLICIES[policy])} if policy in POLICIES else {}
+        if "tiers" in defaults:
             settings.setdefault("tiers", store.layout.codec.tiers)
-        if policy == "uniform":
+        if "tier" in defaults and defaults["tier"] not in store.layout.tiers:
             settings.setdefault("tier", store.layout.default_tier)
         self.policy = make_policy(policy, **settings)
         self.reports: list[TurnReport] = []
@@ -299,6 +305,9 @@ class Session:
                 error.floor,
             ) from None
 
+    def _per_head(self, count: int) -> int:
+        return round(count / (self.layout.num_layers * self.layout.num_kv_heads))
+
     def _end_turn(self, reused: int, seconds: float) -> TurnReport:
         token_ids, pages = self.token_ids, self._sequence.pages
         spans = self._spans_of(token_ids)
@@ -315,6 +324,8 @@ class Session:
             bytes_dead=sum(self.layout.dead_bytes(page.tier, n - page.live_tokens) for page, n in zip(pages, written, strict=True)),
             bytes_bf16=self.layout.bf16_bytes(len(token_ids)), bits_per_element=self.bits_per_element, reused_tokens=reused,
             new_tokens=len(token_ids) - reused, seconds=seconds,
+            anchors=self._per_head(sum(page.tokens for page in self._sequence.anchors)),
+            anchors_promoted=self._per_head(self._sequence.promoted),
         )  # fmt: skip
         self.reports.append(report)
         return report

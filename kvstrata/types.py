@@ -90,17 +90,49 @@ class Span:
         return Tag(Age(min(max(current_turn - self.turn, 0), Age.OLDER)), self.modality, self.role)
 
 
+SCORES = ("mass", "linear")
+"""How a key's attention is scored. mass: softmax probabilities, summed. linear: HyQuant's proxy, the mean query times each key."""
+
+
+def check_score(score: str) -> str:
+    if score not in SCORES:
+        raise ValueError(f"score is {score!r}; accepted: {', '.join(SCORES)}")
+    return score
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """Tokens that each layer and KV head keeps at `tier`, chosen by the newest queries' attention (ops/score.py): at most `count` for each
+    layer and head. refresh: they are chosen anew once that many tokens came since they were chosen; 0: never, once they are there."""
+
+    count: int
+    tier: Tier = Tier.BF16
+    score: str = "mass"
+    refresh: int = 64
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise ValueError(f"count of anchors is {self.count}; it must be 0 or more")
+        if self.refresh < 0:
+            raise ValueError(f"refresh is {self.refresh} tokens; it must be 0 or more")
+        if self.tier is Tier.EVICTED:
+            raise ValueError("anchors have tier EVICTED; accepted: any other")
+        check_score(self.score)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a policy returns: the tier of each page, and dead tokens inside pages that live on.
 
     tiers[i] is the tier of page i once it leaves the recent window; pages past the end get `default`.
     dead[i] is a 32-bit mask of page i's dead tokens (bit j = token j of the page); absent = none.
+    anchors: how, and how many, tokens of quantized pages are kept at a higher tier besides; None = none.
     """
 
     tiers: tuple[Tier, ...]
     default: Tier = Tier.INT4
     dead: dict[int, int] = field(default_factory=dict)
+    anchors: "Anchors | None" = None
 
     def tier(self, page: int) -> Tier:
         return self.tiers[page] if page < len(self.tiers) else self.default

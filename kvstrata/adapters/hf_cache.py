@@ -276,7 +276,7 @@ class StrataCache(Cache):
             q, k, v = q[rows], k[rows], v[rows]
         layer = self._store_layer[layer_idx]
         out = attend(self.store, self._step, layer, q, k, v, scale)
-        self._step.write(layer, k, v)
+        self._step.write(layer, k, v, q, scale)
         if not self._all_rows:
             full = out.new_zeros(b * t, hq, d)
             full[rows] = out

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from kvstrata.policy.budget import Budget, BudgetTooSmallError, Signals
 from kvstrata.policy.full import Full
+from kvstrata.policy.hyquant import HyQuant
 from kvstrata.policy.role import ByRole
 from kvstrata.policy.triaxial import TriAxial
 from kvstrata.policy.uniform import Uniform
@@ -22,12 +23,13 @@ class Policy(Protocol):
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan: ...
 
 
-POLICIES: dict[str, type[Full | Uniform | Window | ByRole | TriAxial]] = {
+POLICIES: dict[str, type[Full | Uniform | Window | ByRole | TriAxial | HyQuant]] = {
     "full": Full,
     "uniform": Uniform,
     "window": Window,
     "role": ByRole,
     "triaxial": TriAxial,
+    "hyquant": HyQuant,
 }
 
 

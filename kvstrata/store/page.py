@@ -1,7 +1,10 @@
-"""Pages and sequences: which frames hold which tokens. Knows nothing of bytes or tensors."""
+"""Pages and sequences: which frames hold which tokens. Knows nothing of bytes or of what tensors hold."""
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from kvstrata.store.gathered import Gathered
 from kvstrata.types import PAGE_SIZE, Plan, Tier
 
 FULL = (1 << PAGE_SIZE) - 1
@@ -36,12 +39,25 @@ class Sequence:
     """Distinguishes what was computed after an eviction; empty before the first."""
     shareable: bool = True
     version: int = 0
-    """Changes whenever a settled page does."""
+    """Changes whenever a settled page or an anchor does."""
+    anchors: list[Gathered] = field(default_factory=list)
+    """Pages of tokens that are attended here and not where they came from."""
+    chosen_at: int = 0
+    """Tokens that there were when the anchors were chosen."""
+    promoted: int = 0
+    """Anchors, over layers and heads, that were made of planes, when they were last chosen: their lost planes stay lost."""
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, the newest queries [T <= 64, Hq, D] of a sequence that has anchors."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
+    def held(self) -> list[tuple[int, ...]]:
+        """Frames of each page and anchor page."""
+        return [page.frames for page in self.pages] + [page.frames for page in self.anchors]
+
+    @property
     def frames(self) -> int:
-        return sum(len(page.frames) for page in self.pages)
+        return sum(map(len, self.held))

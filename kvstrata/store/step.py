@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvstrata.ops import dense, quant
-from kvstrata.ops.table import PageTable
 from kvstrata.ops.write import write_dense, write_pages
+from kvstrata.store.anchors import AnchorJob, is_due, newest_queries
 from kvstrata.store.arena import DEAD_SLOT
 from kvstrata.store.page import Page, Sequence
 from kvstrata.types import PAGE_SIZE, Tier
@@ -39,13 +39,15 @@ class _Change:
     first: int
     pages: list[Page]
     settled: int
+    anchors: AnchorJob | None = None
+    queries: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Step:
-    """Made by Store.begin. Then, in this order: `table` (what was stored before), `write` once for each layer, `commit` or `abort`."""
+    """Made by Store.begin. Then, in this order: `table[layer]` (what was stored before), `write` once a layer, `commit` or `abort`."""
 
     def __init__(self, store: "Store", sequences: list[Sequence], token_ids: list[list[int]]) -> None:
-        self.table: PageTable = store.tables.build(sequences)
+        self.table = store.tables.build(sequences)
         self.cu_seqlens = [0]
         for ids in token_ids:
             self.cu_seqlens.append(self.cu_seqlens[-1] + len(ids))
@@ -91,7 +93,17 @@ class Step:
         pages = []
         for p in range(s.settled, -(-after // PAGE_SIZE)):
             pages.append(self._plan_page(s, p, settled, before, after, row))
-        self._changes.append(_Change(s, ids, s.settled, pages, settled))
+        change = _Change(s, ids, s.settled, pages, settled)
+        change.anchors = self._plan_anchors(s, s.pages[: s.settled] + pages, settled, slice(row, row + len(ids)))
+        self._changes.append(change)
+
+    def _plan_anchors(self, s: Sequence, pages: list[Page], settled: int, rows: slice) -> AnchorJob | None:
+        wanted = s.plan.anchors
+        after = s.num_tokens + rows.stop - rows.start
+        if wanted is None or settled == s.settled or not is_due(s, wanted, after):
+            return None
+        frames = [self._allocate(self._store.layout.frames(wanted.tier)) for _ in range(AnchorJob.num_pages(wanted, pages, settled))]
+        return AnchorJob(self._store, s, wanted, pages, settled, rows, frames) if frames else None
 
     def _plan_page(self, s: Sequence, p: int, settled: int, before: int, after: int, row: int) -> Page:
         old = s.pages[p] if p < len(s.pages) else None
@@ -164,10 +176,11 @@ class Step:
 
     # the pass itself
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None, scale: float = 1.0) -> None:
         """Store the chunk's K (after RoPE) and V of one layer: [N, H, D], packed as cu_seqlens says.
 
-        Raises NonFiniteError naming layer, KV head, sequence and position; the step can then only be aborted.
+        q [N, Hq, D] and scale (of q·k): where a plan has anchors, for the newest queries choose them.
+        Raises NonFiniteError naming layer, KV head, sequence and position, ValueError where q is missing; then only abort is left.
         """
         assert self.open, "the step has ended"
         store, c = self._store, self._store.config
@@ -191,7 +204,19 @@ class Step:
         if self._append:
             frames, tokens, rows = self._append_to
             write_dense(arena, frames, tokens, k[rows.long()], v[rows.long()])
+        self._write_anchors(layer, arena, q, k, v, scale)
         self._written.add(layer)
+
+    def _write_anchors(self, layer: int, arena: Tensor, q: Tensor | None, k: Tensor, v: Tensor, scale: float) -> None:
+        for i, change in enumerate(self._changes):
+            if change.sequence.plan.anchors is None:
+                continue
+            if q is None:
+                raise ValueError(f"sequence {change.sequence.id} has anchors, which queries choose; write needs them too")
+            newest = newest_queries(change.sequence, layer, q[self.cu_seqlens[i] : self.cu_seqlens[i + 1]])
+            change.queries[layer] = newest
+            if change.anchors is not None:
+                change.anchors.choose(layer, arena, newest, k, v, scale)
 
     def _source(self, arena: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ks, vs = [], []
@@ -235,6 +260,11 @@ class Step:
             s.pages[change.first :] = change.pages
             s.token_ids += change.token_ids
             s.settled, s.version = change.settled, s.version + (change.settled != change.first)
+            s.queries = change.queries
+            if change.anchors is not None:
+                for old in s.anchors:
+                    arena.release(old.frames)
+                s.anchors, s.promoted, s.chosen_at = change.anchors.finish(), change.anchors.promoted, s.num_tokens
             self._store.publish(s, change.first)
         self._store.step_ended(self)
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from kvstrata.config import StoreConfig
 from kvstrata.ops import dense
 from kvstrata.ops.write import read_dense
+from kvstrata.store.anchors import eligible
 from kvstrata.store.arena import Arena, OutOfFramesError
+from kvstrata.store.gathered import Gathered, keep
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Page, Sequence
 from kvstrata.store.prefix import PrefixIndex, page_key
@@ -52,7 +54,7 @@ class Store:
         return s.id
 
     def _check_plan(self, plan: Plan) -> None:
-        for tier in {*plan.tiers, plan.default}:
+        for tier in {*plan.tiers, plan.default, *([plan.anchors.tier] if plan.anchors else [])}:
             self.layout.check_tier(tier)
 
     def _check_idle(self, sequence_id: int, what: str) -> Sequence:
@@ -73,9 +75,12 @@ class Store:
     def fork(self, sequence_id: int) -> int:
         """A copy that shares every frame; whoever appends to a shared page copies it first."""
         s = self.sequence(sequence_id)
-        twin = dataclasses.replace(s, id=next(self._ids), token_ids=list(s.token_ids), pages=list(s.pages), keys=list(s.keys))
-        for page in s.pages:
-            self.arena.retain(page.frames)
+        twin = dataclasses.replace(
+            s, id=next(self._ids), token_ids=list(s.token_ids), pages=list(s.pages), keys=list(s.keys), anchors=list(s.anchors),
+            queries=dict(s.queries),
+        )  # fmt: skip
+        for frames in s.held:
+            self.arena.retain(frames)
         self._sequences[twin.id] = twin
         return twin.id
 
@@ -84,7 +89,7 @@ class Store:
         s = self._check_idle(sequence_id, "release")
         del self._sequences[sequence_id]
         self.tables.forget(sequence_id)
-        return sum(self.arena.release(page.frames) for page in s.pages)
+        return sum(map(self.arena.release, s.held))
 
     def match_prefix(self, sequence_id: int, token_ids: list[int], min_tier: Tier = Tier.EVICTED) -> int:
         """Give an empty sequence the stored pages of the longest known prefix of `token_ids`; how many tokens that is.
@@ -201,7 +206,27 @@ class Store:
             s.version += 1
             if s.pages[p].live != page.live:
                 self._new_epoch(s)
+        self._keep_anchors(s)
         return self.arena.free - before
+
+    def _keep_anchors(self, s: Sequence) -> None:
+        """Let go of anchors beyond the plan's, and of those whose token does not live in a quantized page any more."""
+        if not s.anchors:
+            return
+        wanted = 0 if s.plan.anchors is None else -(-s.plan.anchors.count // PAGE_SIZE)
+        live = eligible(s.pages[: s.settled])
+        kept = [keep(page, live) for page in s.anchors[:wanted]]
+        for page in s.anchors[wanted:]:
+            self.arena.release(page.frames)
+        s.anchors = []
+        for page in kept:
+            if page.live.any():
+                s.anchors.append(page)
+            else:
+                self.arena.release(page.frames)
+        s.version += 1
+        if not s.anchors:
+            s.promoted = 0
 
     def _demote(self, page: Page, tier: Tier, live: int) -> Page:
         if tier is Tier.EVICTED:
@@ -262,6 +287,9 @@ class Store:
         s.pages[whole:] = tail
         s.token_ids = s.token_ids[:num_tokens]
         s.settled, s.keys, s.version = min(s.settled, whole), s.keys[:whole], s.version + 1
+        # of queries that are forgotten nobody knows which they were
+        s.queries, s.chosen_at = {}, min(s.chosen_at, num_tokens)
+        self._keep_anchors(s)
 
     # books
 
@@ -287,8 +315,9 @@ class Store:
     def check_integrity(self) -> None:
         """Raises AssertionError where frames, references, pages and sequences disagree."""
         references = np.zeros(self.arena.num_frames, dtype=np.int32)
-        pages = [page for s in self.sequences for page in s.pages] + self.prefix.pages()
-        for page in pages:
+        pages: list[Page | Gathered] = [page for s in self.sequences for page in s.pages]
+        pages += [page for s in self.sequences for page in s.anchors]
+        for page in [*pages, *self.prefix.pages()]:
             assert len(page.frames) == self.layout.frames(page.tier), f"{page} has {len(page.frames)} frames"
             np.add.at(references, list(page.frames), 1)
         if self._step is not None:
@@ -297,3 +326,6 @@ class Store:
         for s in self.sequences:
             assert len(s.pages) == -(-s.num_tokens // PAGE_SIZE), f"sequence {s.id}: {len(s.pages)} pages for {s.num_tokens} tokens"
             assert len(s.keys) <= s.settled <= len(s.pages), f"sequence {s.id}: settled {s.settled}, keys {len(s.keys)}"
+            live = eligible(s.pages[: s.settled])
+            for page in s.anchors:
+                assert np.array_equal(keep(page, live).positions, page.positions), f"sequence {s.id}: an anchor's token does not live"

@@ -37,7 +37,8 @@ def bill(plan: Plan, num_tokens: int, window_pages: int) -> int:
     pages = math.ceil(num_tokens / PAGE_SIZE)
     assert len(plan.tiers) == pages
     prices = {**PAGE, Tier.EVICTED: 0}
-    return sum(prices[Tier.BF16] if i >= pages - window_pages else prices[t] for i, t in enumerate(plan.tiers))
+    anchors = math.ceil(plan.anchors.count / PAGE_SIZE) * prices[plan.anchors.tier] if plan.anchors else 0
+    return anchors + sum(prices[Tier.BF16] if i >= pages - window_pages else prices[t] for i, t in enumerate(plan.tiers))
 
 
 @pytest.mark.parametrize("name", POLICIES)

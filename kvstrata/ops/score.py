@@ -1,0 +1,38 @@
+"""What stored keys get of the newest queries' attention, key by key: HyQuant's vertical lines. Knows nothing of pages or policies."""
+
+import torch
+from torch import Tensor
+
+from kvstrata.types import check_score
+
+NUM_QUERIES = 64
+"""Newest queries that a score is taken from (HyQuant, Ding et al. 2026, Algorithm 1: one reduction for each 64 tokens)."""
+
+
+def column_scores(q: Tensor, k: Tensor, scale: float, score: str = "mass", visible: Tensor | None = None) -> Tensor:
+    """Score of each key, for each KV head.
+
+    q [T, Hq, D]: the last T queries of a sequence of n tokens; k [n, H, D], both after RoPE; query head i reads KV head i // (Hq / H);
+    scale multiplies q·k. visible: bool [n, H] or None, keys that are there at all; others score 0 (mass) or -inf (linear).
+    -> float32 [H, n].
+
+    mass: sum over queries and the group's heads of softmax(scale q·k), causal: query t of T sees the first n - T + t + 1 keys.
+    linear: scale * (mean of q over queries, summed over the group's heads)·k (Algorithm 1). Raises ValueError for an unknown score.
+    """
+    check_score(score)
+    t, hq, d = q.shape
+    n, h, _ = k.shape
+    grouped = q.float().view(t, h, hq // h, d)
+    if score == "linear":
+        out = torch.einsum("hd,nhd->hn", grouped.mean(0).sum(1) * scale, k.float())
+        return out if visible is None else out.masked_fill(~visible.T, -torch.inf)
+    hidden = torch.arange(n, device=k.device)[None, :] > torch.arange(n - t, n, device=k.device)[:, None]
+    out = torch.empty(h, n, device=k.device)
+    # a head at a time: [T, G, n] is the largest that is held
+    for head in range(h):
+        logits = (grouped[:, head] * scale) @ k[:, head].float().T
+        logits.masked_fill_(hidden[:, None, :], -torch.inf)
+        if visible is not None:
+            logits.masked_fill_(~visible[:, head], -torch.inf)
+        out[head] = torch.softmax(logits, -1).nan_to_num_(0.0).sum((0, 1))
+    return out
