@@ -1,10 +1,11 @@
-"""Writing pages: bytes read and written over copy bandwidth."""
+"""Writing pages: bytes read and written over copy bandwidth. KVSTRATA_BACKEND chooses the kernels that are timed."""
 
 import torch
 
 from benchmarks.common import check, copy_bandwidth, microseconds, page_bytes, save
 from kvstrata.ops import dense, frame, quant
-from kvstrata.ops.write_kernel import gather_pages_triton, settle_pages_triton, write_dense_triton, write_pages_triton
+from kvstrata.ops.gather import gather_pages
+from kvstrata.ops.write import settle_pages, write_dense, write_pages
 from kvstrata.types import PAGE_SIZE, Tier
 
 HEADS, HEAD_DIM, PAGES = 8, 128, 4096
@@ -31,8 +32,8 @@ def main() -> None:
         expected = quant.encode(k[:8].cpu(), v[:8].cpu(), tier)
         moved = PAGES * (page_in + HEADS * page_bytes(tier, HEAD_DIM))
         for name, run in (
-            ("write", lambda f=frames, t=tier: write_pages_triton(arena, f, k, v, t)),
-            ("settle", lambda f=frames, t=tier: settle_pages_triton(arena, src, f, t, HEAD_DIM, torch.bfloat16)),
+            ("write", lambda f=frames, t=tier: write_pages(arena, f, k, v, t)),
+            ("settle", lambda f=frames, t=tier: settle_pages(arena, src, f, t, HEAD_DIM, torch.bfloat16)),
         ):
             arena[frames.flatten().long()] = 255
             run()
@@ -42,11 +43,11 @@ def main() -> None:
     tokens = torch.arange(PAGES * PAGE_SIZE, device="cuda")
     page_of, inside = src[tokens // PAGE_SIZE].contiguous(), (tokens % PAGE_SIZE).int()
     flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
-    report("write dense", microseconds(lambda: write_dense_triton(arena, page_of, inside, flat_k, flat_v)), 2 * PAGES * page_in)
+    report("write dense", microseconds(lambda: write_dense(arena, page_of, inside, flat_k, flat_v)), 2 * PAGES * page_in)
     picks = torch.randint(0, PAGES * PAGE_SIZE, (PAGES // 2, PAGE_SIZE, HEADS), device="cuda").int().sort(0).values.contiguous()
     frames = ids[PAGES * DENSE_FRAMES :][: PAGES * 4].view(PAGES, 4)
     half = src[: PAGES // 2]
-    us = microseconds(lambda: gather_pages_triton(arena, frames, Tier.INT4, picks, half, HEAD_DIM, torch.bfloat16))
+    us = microseconds(lambda: gather_pages(arena, frames, Tier.INT4, picks, half, HEAD_DIM, torch.bfloat16))
     report("gather INT4", us, PAGES // 2 * (page_in + HEADS * page_bytes(Tier.INT4, HEAD_DIM)))
     save("write", rows)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvstrata.ops import backend, dense, quant
+from kvstrata.ops import backend, dense, quant, write_cuda
 from kvstrata.types import PAGE_SIZE, Tier
 
 
@@ -15,6 +15,8 @@ def gather_pages(arena: Tensor, src_frames: Tensor, tier: Tier, picks: Tensor, d
     each slot and KV head, or -1 for nothing (zeros are written; the caller's live mask must clear it); dst_frames int32 [M, n of a
     dense page]. Positions travel inside K (RoPE is already applied).
     """
+    if backend.use_cuda(arena) and write_cuda.accepts_pages(arena, head_dim, dense_dtype):
+        return write_cuda.gather_pages_cuda(arena, src_frames, tier, picks, dst_frames, head_dim, dense_dtype)
     if backend.use_triton(arena) and dense_dtype.itemsize == 2:
         from kvstrata.ops.write_kernel import gather_pages_triton
 

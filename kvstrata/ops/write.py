@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvstrata.ops import backend, dense, quant
+from kvstrata.ops import backend, dense, quant, write_cuda
 from kvstrata.types import Tier
 
 EncodePages = Callable[[Tensor, Tensor, Tier], Tensor]
@@ -15,6 +15,8 @@ EncodePages = Callable[[Tensor, Tensor, Tier], Tensor]
 def write_pages(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier, *, encode: EncodePages = quant.encode) -> None:
     """Quantize and pack pages into the arena. arena uint8 [F, H, frame_bytes], frames int32 [P, n], k, v [P, 32, H, D] (v as stored:
     rotated). Raises NonFiniteError before anything is written."""
+    if encode is quant.encode and backend.use_cuda(arena) and k.dtype == v.dtype and write_cuda.accepts_pages(arena, k.shape[-1], k.dtype):
+        return write_cuda.write_pages_cuda(arena, frames, k, v, tier)
     if backend.use_triton(arena) and encode is quant.encode:
         from kvstrata.ops.write_kernel import write_pages_triton
 
@@ -25,6 +27,8 @@ def write_pages(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier,
 def write_dense(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor) -> None:
     """Put tokens into BF16 pages. frames int32 [N, n] of each token's page, tokens int32 [N] (0 to 31 inside the page), k, v [N, H, D]
     in the dtype of the store's dense pages, v as stored (rotated)."""
+    if backend.use_cuda(arena) and write_cuda.accepts_tokens(arena, k, v):
+        return write_cuda.write_dense_cuda(arena, frames, tokens, k, v)
     if backend.use_triton(arena):
         from kvstrata.ops.write_kernel import write_dense_triton
 
@@ -48,6 +52,8 @@ def settle_pages(arena: Tensor, src_frames: Tensor, dst_frames: Tensor, tier: Ti
                  encode: EncodePages = quant.encode) -> None:  # fmt: skip
     """BF16 pages of the arena to planes in other frames of it: src_frames int32 [P, n of a dense page], dst_frames int32 [P, tier.value],
     none of them shared. The source is left as it is."""
+    if encode is quant.encode and backend.use_cuda(arena) and write_cuda.accepts_pages(arena, head_dim, dense_dtype):
+        return write_cuda.settle_pages_cuda(arena, src_frames, dst_frames, tier, head_dim, dense_dtype)
     if backend.use_triton(arena) and encode is quant.encode and dense_dtype.itemsize == 2:
         from kvstrata.ops.write_kernel import settle_pages_triton
 

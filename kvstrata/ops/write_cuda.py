@@ -1,0 +1,158 @@
+"""Writing pages in CUDA C++ on a Hopper GPU: write.cu, write_dense.cu, write_gather.cu. Knows nothing of who owns the frames.
+
+Each op says by `accepts_*` whether it does the shape; the others are Triton's (write_kernel.py). The bytes are the reference's.
+"""
+
+import torch
+from torch import Tensor
+
+from kvstrata.ops import cuda, dense, frame
+from kvstrata.types import PAGE_SIZE, Tier
+
+HEAD_DIMS = (64, 128, 256)
+"""A lane takes a pair of channels of each field, so pairs a field must divide 32."""
+WARPS = 2
+"""Warps of a block; each works for itself."""
+_SHARED_BYTES, _BLOCK_RESERVE, _REGISTERS = 227 << 10, 1 << 10, 1 << 16
+
+
+def _aligned_arena(arena: Tensor) -> bool:
+    """Whether each head's part of a frame can be read and written 16 bytes at a time."""
+    return arena.stride(2) == 1 and all(n % 16 == 0 for n in (arena.data_ptr(), arena.shape[2], *arena.stride()[:2]))
+
+
+def accepts_pages(arena: Tensor, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the ops on whole pages do the shape: 16-bit numbers, head_dim of HEAD_DIMS, the planes codec's frames."""
+    return (dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS and arena.shape[2] == frame.frame_bytes(head_dim)
+            and _aligned_arena(arena))  # fmt: skip
+
+
+def accepts_tokens(arena: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `write_dense` does the shape: rows of whole 16 bytes, any codec's frames."""
+    row = k.shape[-1] * k.element_size()
+    return _aligned_arena(arena) and row % 16 == 0 and row <= 1024 and k.dtype == v.dtype
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x itself where a kernel can read its rows 16 bytes at a time and its strides in bytes are int32, else a copy."""
+    strides = [s * x.element_size() for s in x.stride()[:-1]]
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s < 1 << 31 for s in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _rows(frames: Tensor, num: int) -> Tensor:
+    """The first `num` frames of each page, side by side. Raises ValueError where a page has fewer."""
+    if frames.ndim != 2 or frames.shape[1] < num:
+        raise ValueError(f"frames {tuple(frames.shape)}: pages of this tier have {num} each")
+    return frames[:, :num].contiguous()
+
+
+def _byte_strides(x: Tensor) -> list[int]:
+    """Strides in bytes of all axes but the last."""
+    return [s * x.element_size() for s in x.stride()[:-1]]
+
+
+# ---- pages --------------------------------------------------------------------------------------------------------------------
+
+
+def page_options(head_dim: int, dtype: torch.dtype, tier: Tier, settle: bool) -> tuple[str, ...]:
+    """What write.cu is compiled with. Bits are the reference's only if products and sums stay apart (fmad)."""
+    blocks = min(_SHARED_BYTES // (page_shared_bytes(head_dim) + _BLOCK_RESERVE), _REGISTERS // (32 * WARPS * 64))
+    return ("--fmad=false", f"-DD={head_dim}", f"-DHALF={int(dtype is torch.float16)}", f"-DSETTLE={int(settle)}",
+            f"-DK_PLANES={tier.k_planes}", f"-DV_PLANES={tier.v_planes}", f"-DWARPS={WARPS}", f"-DMIN_BLOCKS={blocks}")  # fmt: skip
+
+
+def page_shared_bytes(head_dim: int) -> int:
+    """K or V of a page, and what its groups' grids come to, for each warp, in units of 512."""
+    return WARPS * -(-(2 * PAGE_SIZE + 12) * head_dim // 512) * 512
+
+
+def write_pages_cuda(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier) -> None:
+    """`write_pages` in CUDA C++, without its check for NaN and Inf."""
+    _check_planes(tier)
+    if k.shape != v.shape or k.dtype != v.dtype or k.ndim != 4 or k.shape[1] != PAGE_SIZE:
+        raise ValueError(
+            f"k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}: both must be [pages, {PAGE_SIZE}, heads, head_dim]"
+        )
+    k, v = _readable(k), _readable(v)
+    _launch_pages(arena, frames, tier, k, v, frames, [*_byte_strides(k), *_byte_strides(v)], k.shape[3], k.dtype, settle=False)
+
+
+def settle_pages_cuda(arena: Tensor, src_frames: Tensor, dst_frames: Tensor, tier: Tier, head_dim: int, dense_dtype: torch.dtype) -> None:
+    """`settle_pages` in CUDA C++: one pass from dense pages to planes."""
+    _check_planes(tier)
+    rows = _rows(src_frames, dense.num_frames(head_dim, 2, arena.shape[2]))
+    _launch_pages(arena, dst_frames, tier, arena, arena, rows, [0] * 6, head_dim, dense_dtype, settle=True)
+
+
+def _check_planes(tier: Tier) -> None:
+    if not tier.k_planes:
+        raise ValueError(f"tier {tier.name} has no planes; accepted: INT2, INT3, INT4, INT8")
+
+
+def _launch_pages(arena: Tensor, frames: Tensor, tier: Tier, k: Tensor, v: Tensor, rows: Tensor, strides: list[int], head_dim: int,
+                  dtype: torch.dtype, *, settle: bool) -> None:  # fmt: skip
+    if not len(frames):
+        return
+    frames = _rows(frames, tier.value)
+    heads = arena.shape[1]
+    tasks = len(frames) * heads * 2
+    shared = page_shared_bytes(head_dim)
+    kernel = cuda.kernel("write", "write_pages", page_options(head_dim, dtype, tier, settle), shared, arena.device.index or 0)
+    arguments: list[Tensor | int | float] = [
+        k, v, rows, arena, frames, *strides, arena.stride(0), arena.stride(1), heads, tasks]  # fmt: skip
+    with torch.cuda.device(arena.device):
+        kernel((-(-tasks // WARPS),), 32 * WARPS, arguments)
+
+
+# ---- tokens -------------------------------------------------------------------------------------------------------------------
+
+TOKENS, DENSE_THREADS = 32, 256
+"""Tokens and threads of a block of write_dense.cu."""
+
+
+def dense_options(row_bytes: int, frame_bytes: int, num_frames: int) -> tuple[str, ...]:
+    """What write_dense.cu is compiled with."""
+    return (f"-DROW={row_bytes}", f"-DFRAME={frame_bytes}", f"-DN={num_frames}")
+
+
+def write_dense_cuda(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor) -> None:
+    """`write_dense` in CUDA C++."""
+    n, heads, d = k.shape
+    if not n:
+        return
+    k, v = _readable(k), _readable(v)
+    options = dense_options(d * k.element_size(), arena.shape[2], frames.shape[1])
+    kernel = cuda.kernel("write_dense", "write_dense", options, 0, arena.device.index or 0)
+    arguments: list[Tensor | int | float] = [
+        k, v, arena, frames.contiguous(), tokens.int().contiguous(), *_byte_strides(k), *_byte_strides(v), arena.stride(0), arena.stride(1),
+        heads, n]  # fmt: skip
+    with torch.cuda.device(arena.device):
+        kernel((-(-n // TOKENS) * heads,), DENSE_THREADS, arguments)
+
+
+# ---- survivors ----------------------------------------------------------------------------------------------------------------
+
+
+def gather_options(head_dim: int, dtype: torch.dtype, tier: Tier) -> tuple[str, ...]:
+    """What write_gather.cu is compiled with."""
+    return ("--fmad=false", f"-DD={head_dim}", f"-DHALF={int(dtype is torch.float16)}", f"-DK_PLANES={tier.k_planes}",
+            f"-DV_PLANES={tier.v_planes}", f"-DWARPS={WARPS}")  # fmt: skip
+
+
+def gather_pages_cuda(arena: Tensor, src_frames: Tensor, tier: Tier, picks: Tensor, dst_frames: Tensor, head_dim: int,
+                      dense_dtype: torch.dtype) -> None:  # fmt: skip
+    """`gather_pages` in CUDA C++."""
+    if not len(picks):
+        return
+    num_dense = dense.num_frames(head_dim, 2, arena.shape[2])
+    src, dst = _rows(src_frames, tier.value if tier.k_planes else num_dense), _rows(dst_frames, num_dense)
+    heads = arena.shape[1]
+    tasks = len(picks) * heads * 2
+    # dense sources go straight from frame to frame
+    shared = WARPS * 2 * PAGE_SIZE * head_dim if tier.k_planes else 0
+    kernel = cuda.kernel("write_gather", "gather_pages", gather_options(head_dim, dense_dtype, tier), shared, arena.device.index or 0)
+    arguments: list[Tensor | int | float] = [arena, src, picks.contiguous(), dst, arena.stride(0), arena.stride(1), heads, tasks]
+    with torch.cuda.device(arena.device):
+        kernel((-(-tasks // WARPS),), 32 * WARPS, arguments)
