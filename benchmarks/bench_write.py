@@ -44,11 +44,16 @@ def main() -> None:
     page_of, inside = src[tokens // PAGE_SIZE].contiguous(), (tokens % PAGE_SIZE).int()
     flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
     report("write dense", microseconds(lambda: write_dense(arena, page_of, inside, flat_k, flat_v)), 2 * PAGES * page_in)
-    picks = torch.randint(0, PAGES * PAGE_SIZE, (PAGES // 2, PAGE_SIZE, HEADS), device="cuda").int().sort(0).values.contiguous()
     frames = ids[PAGES * DENSE_FRAMES :][: PAGES * 4].view(PAGES, 4)
     half = src[: PAGES // 2]
-    us = microseconds(lambda: gather_pages(arena, frames, Tier.INT4, picks, half, HEAD_DIM, torch.bfloat16))
-    report("gather INT4", us, PAGES // 2 * (page_in + HEADS * page_bytes(Tier.INT4, HEAD_DIM)))
+    # any token of any page: each slot of a page comes from another one, so more is read than counts
+    scattered = torch.randint(0, PAGES * PAGE_SIZE, (PAGES // 2, PAGE_SIZE, HEADS), device="cuda").int().sort(0).values.contiguous()
+    # every page thinned to half of its tokens, another half for each head: survivors in their order
+    chosen = torch.rand(PAGES, PAGE_SIZE, HEADS, device="cuda").argsort(1)[:, : PAGE_SIZE // 2].sort(1).values
+    in_order = (chosen + PAGE_SIZE * torch.arange(PAGES, device="cuda")[:, None, None]).view(PAGES // 2, PAGE_SIZE, HEADS).int()
+    for name, picks in (("gather INT4", scattered), ("gather INT4 in order", in_order)):
+        us = microseconds(lambda p=picks: gather_pages(arena, frames, Tier.INT4, p, half, HEAD_DIM, torch.bfloat16))
+        report(name, us, PAGES // 2 * (page_in + HEADS * page_bytes(Tier.INT4, HEAD_DIM)))
     save("write", rows)
 
 

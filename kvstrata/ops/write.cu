@@ -1,7 +1,8 @@
 // Quantizing and packing pages: one warp takes K or V of one page and KV head. The page passes through shared memory (16 bytes a thread
 // in, pairs of channels out), and a thread holds all eight fields of the words that it makes, so that nothing is summed across lanes.
 //
-// D, HALF (fp16, else bf16), SETTLE (from dense pages, else from tensors), K_PLANES, V_PLANES, WARPS are compile-time options.
+// D, HALF (fp16, else bf16), SETTLE (from dense pages, else from tensors), K_PLANES, V_PLANES, WARPS (even), MIN_BLOCKS (to a multiprocessor)
+// and SHARED (bytes of two warps) are compile-time options.
 
 #include "write_codec.cuh"
 
@@ -13,13 +14,17 @@ constexpr int PAIRS = C / 2, GROUPS = 32 / PAIRS, TOKENS = PAIRS;
 constexpr int N = K_PLANES + V_PLANES;
 constexpr int N_SRC = (2 * TENSOR + FRAME - 1) / FRAME;
 constexpr int OWN = 8 / GROUPS;  // fields whose channels' grids a lane finds, of K
-static_assert(GROUPS <= 8 && OWN >= 1 && N_SRC <= 32 && ROW <= 512, "head_dim 64, 128, 256");
+static_assert(WARPS % 2 == 0 && GROUPS <= 8 && OWN >= 1 && N_SRC <= 32 && ROW <= 512, "head_dim 64, 128, 256");
 
-struct Warp {
-    alignas(512) char page[TENSOR];
-    float4 head_tail[4 * D / 8];  // K: heads and tails of channels c, c + 1, [pair][field]; V: head, tail, offset of a token
-    float2 offset[4 * D / 8];
+// What two warps need, one for K and one for V: the tensor, and its groups' grids.
+struct Pair {
+    alignas(ROW) char k[TENSOR];
+    float4 k_head_tail[4 * D / 8];  // heads and tails of channels c and c + 1, [pair][field]
+    float2 k_offset[4 * D / 8];
+    alignas(ROW) char v[TENSOR];
+    float4 v_grid[32];  // head, tail and offset of a token
 };
+static_assert(sizeof(Pair) == SHARED, "as the host counts it");
 
 __device__ __forceinline__ uint shared_address(const void* p) {
     return (uint)__cvta_generic_to_shared(p);
@@ -68,7 +73,7 @@ __device__ __forceinline__ void wait_loaded() {
 // ---- K: a group is a channel --------------------------------------------------------------------------------------------------
 
 // Lanes differ in the order of fields (the j-th is j ^ group), so that groups, whole rows apart, read from different banks.
-__device__ __forceinline__ void find_k(Warp& w, uint page, int pair, int group, char* k_frame, char* v_frame) {
+__device__ __forceinline__ void find_k(Pair& w, uint page, int pair, int group, char* k_frame, char* v_frame) {
     uint lowest[8], highest[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -100,10 +105,10 @@ __device__ __forceinline__ void find_k(Warp& w, uint page, int pair, int group, 
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         int field = i * GROUPS ^ group;
-        Grid a = make_grid<(int)K_UNIT, K_PLANES>(s_byte[2 * i], z_byte[2 * i]);
-        Grid b = make_grid<(int)K_UNIT, K_PLANES>(s_byte[2 * i + 1], z_byte[2 * i + 1]);
-        w.head_tail[pair * 8 + field] = make_float4(a.head, b.head, a.tail, b.tail);
-        w.offset[pair * 8 + field] = make_float2(a.offset, b.offset);
+        Grid a = make_grid<(int)K_UNIT>(s_byte[2 * i], z_byte[2 * i]);
+        Grid b = make_grid<(int)K_UNIT>(s_byte[2 * i + 1], z_byte[2 * i + 1]);
+        w.k_head_tail[pair * 8 + field] = make_float4(a.head, b.head, a.tail, b.tail);
+        w.k_offset[pair * 8 + field] = make_float2(a.offset, b.offset);
         int at = lane_at(field * C + pair * 2, D);
         char* base = at < D / 2 ? k_frame : v_frame - D;
         *(uint*)(base + 8 * D + 2 * at) = s_byte[2 * i] | z_byte[2 * i] << 8 | s_byte[2 * i + 1] << 16 | z_byte[2 * i + 1] << 24;
@@ -112,14 +117,14 @@ __device__ __forceinline__ void find_k(Warp& w, uint page, int pair, int group, 
 }
 
 // Nibbles of four of the eight fields (j from `first`), codes and residuals.
-__device__ __forceinline__ void pack_k(const Warp& w, uint page, int pair, int group, int first, uint (&q)[TOKENS], uint (&fine)[TOKENS]) {
+__device__ __forceinline__ void pack_k(const Pair& w, uint page, int pair, int group, int first, uint (&q)[TOKENS], uint (&fine)[TOKENS]) {
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) q[i] = fine[i] = 0;
 #pragma unroll 1
     for (int j = first; j < first + 4; ++j) {
         int field = j ^ group;
-        float4 h = w.head_tail[pair * 8 + field];
-        float2 o = w.offset[pair * 8 + field];
+        float4 h = w.k_head_tail[pair * 8 + field];
+        float2 o = w.k_offset[pair * 8 + field];
         uint weight = 1u << field % 4 * 4, at = page + group * ROW + pair * 4 + field * CHUNK;
 #pragma unroll
         for (int i = 0; i < TOKENS; ++i) {
@@ -130,7 +135,7 @@ __device__ __forceinline__ void pack_k(const Warp& w, uint page, int pair, int g
     }
 }
 
-__device__ __forceinline__ void write_k(Warp& w, uint page, int lane, char* arena, const int* frames, long stride) {
+__device__ __forceinline__ void write_k(Pair& w, uint page, int lane, char* arena, const int* frames, long stride) {
     int pair = lane / GROUPS, group = lane % GROUPS;
     char* k_frame = arena + frames[0] * stride;
     find_k(w, page, pair, group, k_frame, arena + frames[1] * stride);
@@ -159,7 +164,7 @@ __device__ __forceinline__ void write_k(Warp& w, uint page, int lane, char* aren
 
 // ---- V: a group is a token ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void find_v(Warp& w, uint at, int pair, int group, char* k_frame, char* v_frame) {
+__device__ __forceinline__ void find_v(Pair& w, uint at, int pair, int group, char* k_frame, char* v_frame) {
     uint ends[TOKENS];  // smallest, and negated largest, of each token
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
@@ -187,64 +192,78 @@ __device__ __forceinline__ void find_v(Warp& w, uint at, int pair, int group, ch
     float lo[1] = {low(ends[0])}, hi[1] = {-high(ends[0])};
     uint s_byte[1], z_byte[1];
     find_grids<(int)V_UNIT>(lo, hi, s_byte, z_byte);
-    Grid g = make_grid<(int)V_UNIT, V_PLANES>(s_byte[0], z_byte[0]);
+    Grid g = make_grid<(int)V_UNIT>(s_byte[0], z_byte[0]);
     int token = group * TOKENS + pair, to = lane_at(token, 32);
-    w.head_tail[token] = make_float4(g.head, g.tail, g.offset, 0.f);
+    w.v_grid[token] = make_float4(g.head, g.tail, g.offset, 0.f);
     *(ushort*)((to < 16 ? k_frame : v_frame - 32) + 9 * D + 2 * to) = s_byte[0] | z_byte[0] << 8;
     __syncwarp();
 }
 
-__device__ __forceinline__ void store_v(char* to, const uint (&words)[TOKENS]) {
-    // words of channels c and c + 1, a pair of tokens at a time -> each channel's tokens side by side
-    uint out[2][TOKENS / 2];
+// Words of channels c and c + 1 of one plane, a pair of tokens at a time -> each channel's tokens side by side.
+struct Rows {
+    uint word[2][TOKENS / 2];
+
+    // Shifted in, not indexed, so that the loop over tokens need not be unrolled.
+    __device__ __forceinline__ void push(uint even, uint odd) {
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) {
-        out[0][i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x5410);
-        out[1][i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x7632);
+        for (int i = 0; i + 1 < TOKENS / 2; ++i) word[0][i] = word[0][i + 1], word[1][i] = word[1][i + 1];
+        word[0][TOKENS / 2 - 1] = __byte_perm(even, odd, 0x5410);
+        word[1][TOKENS / 2 - 1] = __byte_perm(even, odd, 0x7632);
     }
+
+    __device__ __forceinline__ void store(char* to) const {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-        if constexpr (TOKENS == 4) *(uint2*)(to + 64 * c) = make_uint2(out[c][0], out[c][1]);
-        else
+        for (int c = 0; c < 2; ++c)
 #pragma unroll
-            for (int i = 0; i < TOKENS / 8; ++i)
-                *(uint4*)(to + 64 * c + 16 * i) = make_uint4(out[c][4 * i], out[c][4 * i + 1], out[c][4 * i + 2], out[c][4 * i + 3]);
+            for (int i = 0; i < TOKENS / 2; i += 4) {
+                if constexpr (TOKENS == 4) *(uint2*)(to + 64 * c) = make_uint2(word[c][0], word[c][1]);
+                else *(uint4*)(to + 64 * c + 4 * i) = make_uint4(word[c][i], word[c][i + 1], word[c][i + 2], word[c][i + 3]);
+            }
+    }
+};
+
+// A token's words of each plane, of channels c and c + 1.
+__device__ __forceinline__ void pack_v(uint at, const float4& grid, bool swap, const uint (&weight)[4], uint (&words)[V_PLANES]) {
+    Grid g{grid.x, grid.y, grid.z};
+    uint q[2] = {}, fine[2] = {};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        uint rest = 0;
+        q[j / 4] += weight[j % 4] * codes<V_PLANES>(load_shared(at ^ j * CHUNK), g, g, rest);
+        if (V_PLANES == 4) fine[j / 4] += weight[j % 4] * rest;
+    }
+    uint x = swap ? q[1] : q[0], y = swap ? q[0] : q[1];
+    words[0] = plane_word<false>(x, y);
+    if (V_PLANES > 1) words[1 % V_PLANES] = plane_word<true>(x, y);
+    if (V_PLANES == 4) {
+        x = swap ? fine[1] : fine[0], y = swap ? fine[0] : fine[1];
+        words[2 % V_PLANES] = plane_word<false>(x, y);
+        words[3 % V_PLANES] = plane_word<true>(x, y);
     }
 }
 
-__device__ __forceinline__ void write_v(Warp& w, uint page, int lane, char* arena, const int* frames, long stride) {
+__device__ __forceinline__ void write_v(Pair& w, uint page, int lane, char* arena, const int* frames, long stride) {
     int pair = lane / GROUPS, group = lane % GROUPS;
     uint at = page + group * (TOKENS * ROW + CHUNK) + pair * 4;
     char* v_frame = arena + frames[1] * stride;
     find_v(w, at, pair, group, arena + frames[0] * stride, v_frame);
-    uint words[V_PLANES][TOKENS];
+    Rows rows[V_PLANES];
     uint weight[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) weight[j] = 1u << (j ^ group) % 4 * 4;
+    // with eight groups, the upper four meet the upper fields first
+    bool swap = GROUPS > 4 && group >= 4;
+#pragma unroll 1
+    for (int i = 0; i < TOKENS; i += 2) {
+        uint even[V_PLANES], odd[V_PLANES];
+        pack_v(at + i * ROW, w.v_grid[group * TOKENS + i], swap, weight, even);
+        pack_v(at + (i + 1) * ROW, w.v_grid[group * TOKENS + i + 1], swap, weight, odd);
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
-        float4 p = w.head_tail[group * TOKENS + i];
-        Grid g{p.x, p.y, p.z};
-        uint q[2] = {}, fine[2] = {};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            uint rest = 0;
-            q[j / 4] += weight[j % 4] * codes<V_PLANES>(load_shared((at ^ j * CHUNK) + i * ROW), g, g, rest);
-            if (V_PLANES == 4) fine[j / 4] += weight[j % 4] * rest;
-        }
-        bool swap = GROUPS > 4 && group >= 4;
-        uint x = swap ? q[1] : q[0], y = swap ? q[0] : q[1];
-        words[0][i] = plane_word<false>(x, y);
-        if (V_PLANES > 1) words[1 % V_PLANES][i] = plane_word<true>(x, y);
-        if (V_PLANES == 4) {
-            x = swap ? fine[1] : fine[0], y = swap ? fine[0] : fine[1];
-            words[2 % V_PLANES][i] = plane_word<false>(x, y);
-            words[3 % V_PLANES][i] = plane_word<true>(x, y);
-        }
+        for (int plane = 0; plane < V_PLANES; ++plane) rows[plane].push(even[plane], odd[plane]);
     }
 #pragma unroll
     for (int plane = 0; plane < V_PLANES; ++plane)
-        store_v((plane ? arena + frames[2 * plane + 1] * stride : v_frame) + pair * 128 + group * TOKENS * 2, words[plane]);
+        rows[plane].store((plane ? arena + frames[2 * plane + 1] * stride : v_frame) + pair * 128 + group * TOKENS * 2);
 }
 
 // ---- the kernel ---------------------------------------------------------------------------------------------------------------
@@ -254,13 +273,13 @@ __device__ __forceinline__ void write_v(Warp& w, uint page, int lane, char* aren
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) write_pages(
     const char* k, const char* v, const int* rows, char* arena, const int* frames, int stride_kp, int stride_kt, int stride_kh, int stride_vp,
     int stride_vt, int stride_vh, int stride_frame, int stride_head, int heads, int tasks) {
-    extern __shared__ __align__(512) char shared[];
+    extern __shared__ __align__(512) Pair shared[];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int task = blockIdx.x * WARPS + warp;
     if (task >= tasks) return;
-    Warp& w = ((Warp*)shared)[warp];
-    uint to = shared_address(w.page);
     bool is_v = task & 1;
+    Pair& w = shared[warp / 2];
+    uint to = shared_address(is_v ? w.v : w.k);
     int head = task / 2 % heads;
     long page = task / 2 / heads;
     arena += (long)head * stride_head;

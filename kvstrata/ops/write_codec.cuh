@@ -118,27 +118,27 @@ struct Grid {
     float head, tail, offset;
 };
 
-// Steps are counted in sixteenths of themselves where saturation to [0, 1] then clamps them for nothing.
-template <int PLANES>
-constexpr float STEP = PLANES == 4 ? 1.f : 0.0625f;
+// Steps are counted in sixteenths of themselves: saturation to [0, 1] then clamps them for nothing.
+constexpr float STEP = 0.0625f;
 
-template <int UNIT, int PLANES>
+template <int UNIT>
 __device__ __forceinline__ Grid make_grid(uint s_byte, uint z_byte) {
     float s = scale_value<UNIT>(s_byte), r = reciprocal(s);
     float head = __uint_as_float(__float_as_uint(r) & 0xFFFFF800u);
     float tail = fmaf(-s, head, 1.f) * r;
-    return {head * STEP<PLANES>, tail * STEP<PLANES>, -offset_value(z_byte) * STEP<PLANES>};
+    return {head * STEP, tail * STEP, -offset_value(z_byte) * STEP};
 }
 
-// The 4-bit code of x in the lowest bits, up to 16: the pair is clamped. `fine`: the residual's 4 bits likewise, up to 15.
+// The 4-bit code of x in the lowest bits, and with four planes that of its residual. Either may be 16: pairs of them are clamped.
 template <int PLANES>
 __device__ __forceinline__ uint code(float x, const Grid& g, uint& fine) {
     float steps = fmaf(x, g.tail, __fmul_rn(x, g.head));
-    if (PLANES < 4) return __float_as_uint(fmaf(__saturatef(__fadd_rn(steps, g.offset)), 16.f, MAGIC));
-    steps = __fadd_rn(steps, g.offset);
-    float rounded = __fadd_rn(fminf(fmaxf(steps, 0.f), 15.f), MAGIC);
-    float rest = fmaf(__fsub_rn(steps, __fsub_rn(rounded, MAGIC)), 16.f, 7.5f);
-    fine = __float_as_uint(__fadd_rn(fminf(fmaxf(rest, 0.f), 15.f), MAGIC));
+    float rounded = fmaf(__saturatef(__fadd_rn(steps, g.offset)), 16.f, MAGIC);
+    if (PLANES == 4) {
+        rounded = fminf(rounded, MAGIC + 15.f);
+        float rest = fmaf(__fsub_rn(rounded, MAGIC), -STEP, __fadd_rn(steps, g.offset));
+        fine = __float_as_uint(fmaf(__saturatef(fmaf(rest, 16.f, 7.5f / 16)), 16.f, MAGIC));
+    }
     return __float_as_uint(rounded);
 }
 
@@ -152,8 +152,10 @@ template <int PLANES>
 __device__ __forceinline__ uint codes(uint pair, const Grid& a, const Grid& b, uint& fine) {
     uint fine_a = 0, fine_b = 0;
     uint code_a = code<PLANES>(low(pair), a, fine_a), code_b = code<PLANES>(high(pair), b, fine_b);
-    if (PLANES == 4) fine = __byte_perm(fine_a, fine_b, 0x5410);
-    return min_codes(__byte_perm(code_a, code_b, 0x5410));
+    uint q = __byte_perm(code_a, code_b, 0x5410);
+    if (PLANES < 4) return min_codes(q);
+    fine = min_codes(__byte_perm(fine_a, fine_b, 0x5410));
+    return q;
 }
 
 // Nibbles of fields 0 to 3 and 4 to 7 of two words -> the base (FINE false) or refinement plane's words (frame.py's order of bits).

@@ -11,8 +11,9 @@ from kvstrata.types import PAGE_SIZE, Tier
 
 HEAD_DIMS = (64, 128, 256)
 """A lane takes a pair of channels of each field, so pairs a field must divide 32."""
-WARPS = 2
-"""Warps of a block; each works for itself."""
+WARPS = 4
+"""Warps of a block; each works for itself, one on K, the next on V."""
+GATHER_WARPS = 8
 _SHARED_BYTES, _BLOCK_RESERVE, _REGISTERS = 227 << 10, 1 << 10, 1 << 16
 
 
@@ -58,14 +59,20 @@ def _byte_strides(x: Tensor) -> list[int]:
 
 def page_options(head_dim: int, dtype: torch.dtype, tier: Tier, settle: bool) -> tuple[str, ...]:
     """What write.cu is compiled with. Bits are the reference's only if products and sums stay apart (fmad)."""
-    blocks = min(_SHARED_BYTES // (page_shared_bytes(head_dim) + _BLOCK_RESERVE), _REGISTERS // (32 * WARPS * 64))
     return ("--fmad=false", f"-DD={head_dim}", f"-DHALF={int(dtype is torch.float16)}", f"-DSETTLE={int(settle)}",
-            f"-DK_PLANES={tier.k_planes}", f"-DV_PLANES={tier.v_planes}", f"-DWARPS={WARPS}", f"-DMIN_BLOCKS={blocks}")  # fmt: skip
+            f"-DK_PLANES={tier.k_planes}", f"-DV_PLANES={tier.v_planes}", f"-DWARPS={WARPS}", f"-DMIN_BLOCKS={min_blocks(head_dim)}",
+            f"-DSHARED={2 * page_shared_bytes(head_dim) // WARPS}")  # fmt: skip
 
 
 def page_shared_bytes(head_dim: int) -> int:
-    """K or V of a page, and what its groups' grids come to, for each warp, in units of 512."""
-    return WARPS * -(-(2 * PAGE_SIZE + 12) * head_dim // 512) * 512
+    """K and V of a page and their groups' grids (12 bytes a channel, 16 a token) for each pair of warps."""
+    pair = 2 * (2 * PAGE_SIZE * head_dim) + 12 * head_dim + 16 * PAGE_SIZE
+    return WARPS // 2 * pair
+
+
+def min_blocks(head_dim: int) -> int:
+    """Blocks to a multiprocessor that registers are capped for: as many as shared memory holds, at 64 registers a thread or more."""
+    return min(_SHARED_BYTES // (page_shared_bytes(head_dim) + _BLOCK_RESERVE), _REGISTERS // (32 * WARPS * 64))
 
 
 def write_pages_cuda(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier) -> None:
@@ -138,7 +145,7 @@ def write_dense_cuda(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v
 def gather_options(head_dim: int, dtype: torch.dtype, tier: Tier) -> tuple[str, ...]:
     """What write_gather.cu is compiled with."""
     return ("--fmad=false", f"-DD={head_dim}", f"-DHALF={int(dtype is torch.float16)}", f"-DK_PLANES={tier.k_planes}",
-            f"-DV_PLANES={tier.v_planes}", f"-DWARPS={WARPS}")  # fmt: skip
+            f"-DV_PLANES={tier.v_planes}", f"-DWARPS={GATHER_WARPS}")  # fmt: skip
 
 
 def gather_pages_cuda(arena: Tensor, src_frames: Tensor, tier: Tier, picks: Tensor, dst_frames: Tensor, head_dim: int,
@@ -151,8 +158,8 @@ def gather_pages_cuda(arena: Tensor, src_frames: Tensor, tier: Tier, picks: Tens
     heads = arena.shape[1]
     tasks = len(picks) * heads * 2
     # dense sources go straight from frame to frame
-    shared = WARPS * 2 * PAGE_SIZE * head_dim if tier.k_planes else 0
+    shared = GATHER_WARPS * 2 * PAGE_SIZE * head_dim if tier.k_planes else 0
     kernel = cuda.kernel("write_gather", "gather_pages", gather_options(head_dim, dense_dtype, tier), shared, arena.device.index or 0)
     arguments: list[Tensor | int | float] = [arena, src, picks.contiguous(), dst, arena.stride(0), arena.stride(1), heads, tasks]
     with torch.cuda.device(arena.device):
-        kernel((-(-tasks // WARPS),), 32 * WARPS, arguments)
+        kernel((-(-tasks // GATHER_WARPS),), 32 * GATHER_WARPS, arguments)

@@ -69,6 +69,10 @@ __device__ __forceinline__ Source<PLANES> source_of(const char* arena, const int
     return s;
 }
 
+// Sources are not written by this launch, so their loads may run ahead of its stores.
+__device__ __forceinline__ uint4 load16(const char* from) { return __ldg((const uint4*)from); }
+__device__ __forceinline__ uint load2(const char* from) { return __ldg((const ushort*)from); }
+
 // Where piece `piece` (8 channels) of a slot's row lies: pieces trade places, so that 8 lanes write to different banks.
 __device__ __forceinline__ char* piece_at(char* page, int slot, int piece) { return page + slot * ROW + (piece ^ slot & 7) * 16; }
 
@@ -78,14 +82,14 @@ __device__ __forceinline__ void gather_k(char* page, const Source<PLANES>& s, in
 #pragma unroll
     for (int i = 0; i < PLANES; ++i)
 #pragma unroll
-        for (int e = 0; e < EIGHTS; ++e) *(uint4*)&word[i][4 * e] = *(const uint4*)(s.plane[i] + token * 2 * C + 16 * e);
+        for (int e = 0; e < EIGHTS; ++e) *(uint4*)&word[i][4 * e] = load16(s.plane[i] + token * 2 * C + 16 * e);
 #pragma unroll
     for (int block = 0; block < D / 32; ++block) {
         // metadata of pieces 4 * block to 4 * block + 3, by pair of channels within a piece
         uint meta[4][4];
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair)
-            *(uint4*)meta[pair] = *(const uint4*)((pair < 2 ? s.k_meta : s.v_meta) + pair % 2 * (D / 2) + 16 * block);
+            *(uint4*)meta[pair] = load16((pair < 2 ? s.k_meta : s.v_meta) + pair % 2 * (D / 2) + 16 * block);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             int piece = 4 * block + i, field = piece / EIGHTS, eighth = piece % EIGHTS;
@@ -110,25 +114,26 @@ template <int PLANES>
 __device__ __forceinline__ void gather_v(char* page, const Source<PLANES>& s, int token, int slot) {
     // inverse of frame.lane_order, of 32 tokens
     int at = token % 8 / 2 * 8 + token / 8 * 2 + token % 2;
-    uint m = *(const ushort*)((at < 16 ? s.k_meta : s.v_meta - 32) + D + 2 * at);
+    uint m = load2((at < 16 ? s.k_meta : s.v_meta - 32) + D + 2 * at);
+    uint word[PLANES][C / 2];
+#pragma unroll
+    for (int i = 0; i < PLANES; ++i)
+#pragma unroll
+        for (int pair = 0; pair < C / 2; ++pair) {
+            const char* from = s.plane[i] + pair * 128 + token * 2;
+            word[i][pair] = load2(from) | load2(from + 64) << 16;
+        }
     float scale = scale_of<(int)V_UNIT>(m), start = start_of<(int)V_UNIT, PLANES>(m);
 #pragma unroll
     for (int eighth = 0; eighth < EIGHTS; ++eighth) {
-        uint word[PLANES][4];
-#pragma unroll
-        for (int i = 0; i < PLANES; ++i)
-#pragma unroll
-            for (int pair = 0; pair < 4; ++pair) {
-                const char* from = s.plane[i] + (8 * eighth + 2 * pair) * 64 + token * 2;
-                word[i][pair] = *(const ushort*)from | (uint) * (const ushort*)(from + 64) << 16;
-            }
 #pragma unroll
         for (int field = 0; field < 8; ++field) {
             uint out[4];
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
-                uint q = nibbles(word[0][pair], PLANES > 1 ? word[1 % PLANES][pair] : 0, field >= 4);
-                uint rest = PLANES == 4 ? nibbles(word[2 % PLANES][pair], word[3 % PLANES][pair], field >= 4) : 0;
+                int at = 4 * eighth + pair;
+                uint q = nibbles(word[0][at], PLANES > 1 ? word[1 % PLANES][at] : 0, field >= 4);
+                uint rest = PLANES == 4 ? nibbles(word[2 % PLANES][at], word[3 % PLANES][at], field >= 4) : 0;
                 if (PLANES == 1) q &= 0xCCCCCCCCu;
                 float a = number<PLANES>(q, rest, field % 4, 0, scale, start), b = number<PLANES>(q, rest, field % 4, 1, scale, start);
                 out[pair] = pack2(a, b);
@@ -173,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gather_pages(char* aren
         if (from >= 0) data = *(const uint4*)piece_at(staged, slot, piece);
 #else
         int at = from % 32 * ROW + piece * 16 + is_v * TENSOR;
-        if (from >= 0) data = *(const uint4*)(arena + (long)rows[(long)(from / 32) * N + at / FRAME] * stride_frame + at % FRAME);
+        if (from >= 0) data = __ldg((const uint4*)(arena + (long)rows[(long)(from / 32) * N + at / FRAME] * stride_frame + at % FRAME));
 #endif
         *(uint4*)(arena + (long)__shfl_sync(~0u, id, to / FRAME) * stride_frame + to % FRAME) = data;
     }
