@@ -1,8 +1,8 @@
 // Quantizing and packing pages: one warp takes K or V of one page and KV head. The page passes through shared memory (16 bytes a thread
 // in, pairs of channels out), and a thread holds all eight fields of the words that it makes, so that nothing is summed across lanes.
 //
-// D, HALF (fp16, else bf16), SETTLE (from dense pages, else from tensors), K_PLANES, V_PLANES, WARPS (even), MIN_BLOCKS (to a multiprocessor)
-// and SHARED (bytes of two warps) are compile-time options.
+// D, HALF (fp16, else bf16), SETTLE (from dense pages, else from tensors), K_PLANES, V_PLANES, WARPS (even), MIN_BLOCKS (of a
+// multiprocessor) and SHARED (bytes of two warps) are compile-time options.
 
 #include "write_codec.cuh"
 
@@ -17,14 +17,14 @@ constexpr int OWN = 8 / GROUPS;  // fields whose channels' grids a lane finds, o
 static_assert(WARPS % 2 == 0 && GROUPS <= 8 && OWN >= 1 && N_SRC <= 32 && ROW <= 512, "head_dim 64, 128, 256");
 
 // What two warps need, one for K and one for V: the tensor, and its groups' grids.
-struct Pair {
+struct Page {
     alignas(ROW) char k[TENSOR];
-    float4 k_head_tail[4 * D / 8];  // heads and tails of channels c and c + 1, [pair][field]
-    float2 k_offset[4 * D / 8];
+    float4 k_head_tail[D / 2];  // heads and tails of channels c and c + 1, [pair][field]
+    float2 k_offset[D / 2];
     alignas(ROW) char v[TENSOR];
     float4 v_grid[32];  // head, tail and offset of a token
 };
-static_assert(sizeof(Pair) == SHARED, "as the host counts it");
+static_assert(sizeof(Page) == SHARED, "as the host counts it");
 
 __device__ __forceinline__ uint shared_address(const void* p) {
     return (uint)__cvta_generic_to_shared(p);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void wait_loaded() {
 // ---- K: a group is a channel --------------------------------------------------------------------------------------------------
 
 // Lanes differ in the order of fields (the j-th is j ^ group), so that groups, whole rows apart, read from different banks.
-__device__ __forceinline__ void find_k(Pair& w, uint page, int pair, int group, char* k_frame, char* v_frame) {
+__device__ __forceinline__ void find_k(Page& w, uint page, int pair, int group, char* k_frame, char* v_frame) {
     uint lowest[8], highest[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void find_k(Pair& w, uint page, int pair, int group, 
 }
 
 // Nibbles of four of the eight fields (j from `first`), codes and residuals.
-__device__ __forceinline__ void pack_k(const Pair& w, uint page, int pair, int group, int first, uint (&q)[TOKENS], uint (&fine)[TOKENS]) {
+__device__ __forceinline__ void pack_k(const Page& w, uint page, int pair, int group, int first, uint (&q)[TOKENS], uint (&fine)[TOKENS]) {
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) q[i] = fine[i] = 0;
 #pragma unroll 1
@@ -135,7 +135,7 @@ __device__ __forceinline__ void pack_k(const Pair& w, uint page, int pair, int g
     }
 }
 
-__device__ __forceinline__ void write_k(Pair& w, uint page, int lane, char* arena, const int* frames, long stride) {
+__device__ __forceinline__ void write_k(Page& w, uint page, int lane, char* arena, const int* frames, long stride) {
     int pair = lane / GROUPS, group = lane % GROUPS;
     char* k_frame = arena + frames[0] * stride;
     find_k(w, page, pair, group, k_frame, arena + frames[1] * stride);
@@ -164,7 +164,7 @@ __device__ __forceinline__ void write_k(Pair& w, uint page, int lane, char* aren
 
 // ---- V: a group is a token ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void find_v(Pair& w, uint at, int pair, int group, char* k_frame, char* v_frame) {
+__device__ __forceinline__ void find_v(Page& w, uint at, int pair, int group, char* k_frame, char* v_frame) {
     uint ends[TOKENS];  // smallest, and negated largest, of each token
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
@@ -242,7 +242,7 @@ __device__ __forceinline__ void pack_v(uint at, const float4& grid, bool swap, c
     }
 }
 
-__device__ __forceinline__ void write_v(Pair& w, uint page, int lane, char* arena, const int* frames, long stride) {
+__device__ __forceinline__ void write_v(Page& w, uint page, int lane, char* arena, const int* frames, long stride) {
     int pair = lane / GROUPS, group = lane % GROUPS;
     uint at = page + group * (TOKENS * ROW + CHUNK) + pair * 4;
     char* v_frame = arena + frames[1] * stride;
@@ -271,14 +271,14 @@ __device__ __forceinline__ void write_v(Pair& w, uint page, int lane, char* aren
 // k, v: [P, 32, H, D] with strides in bytes; with SETTLE, k is the arena of the dense pages and rows int32 [P, N_SRC] their frames.
 // frames int32 [P, N]; strides of the arena in bytes. Tasks: (page, head, K or V), the last fastest.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) write_pages(
-    const char* k, const char* v, const int* rows, char* arena, const int* frames, int stride_kp, int stride_kt, int stride_kh, int stride_vp,
-    int stride_vt, int stride_vh, int stride_frame, int stride_head, int heads, int tasks) {
-    extern __shared__ __align__(512) Pair shared[];
+    const char* k, const char* v, const int* rows, char* arena, const int* frames, int stride_kp, int stride_kt, int stride_kh,
+    int stride_vp, int stride_vt, int stride_vh, int stride_frame, int stride_head, int heads, int tasks) {
+    extern __shared__ __align__(512) Page shared[];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int task = blockIdx.x * WARPS + warp;
     if (task >= tasks) return;
     bool is_v = task & 1;
-    Pair& w = shared[warp / 2];
+    Page& w = shared[warp / 2];
     uint to = shared_address(is_v ? w.v : w.k);
     int head = task / 2 % heads;
     long page = task / 2 / heads;

@@ -1,4 +1,4 @@
-// The planes codec's arithmetic (quant.py), operation by operation in float32, so that both give the same bytes. Header-free: NVRTC has none.
+// The planes codec's arithmetic (quant.py), operation by operation in float32, so that both give the same bytes.
 
 typedef unsigned int uint;
 typedef unsigned short ushort;

@@ -9,8 +9,8 @@ constexpr int ALL = 2 * TOKENS * CHUNKS, EACH = (ALL + THREADS - 1) / THREADS;
 // A block takes K and V of 32 tokens of one KV head. k, v [tokens, H, D] with strides in bytes, frames int32 [tokens, N] of each token's
 // page, inside int32 [tokens] (0 to 31).
 extern "C" __global__ void __launch_bounds__(THREADS) write_dense(
-    const char* k, const char* v, char* arena, const int* frames, const int* inside, int stride_kt, int stride_kh, int stride_vt, int stride_vh,
-    int stride_frame, int stride_head, int heads, int tokens) {
+    const char* k, const char* v, char* arena, const int* frames, const int* inside, int stride_kt, int stride_kh, int stride_vt,
+    int stride_vh, int stride_frame, int stride_head, int heads, int tokens) {
     int head = blockIdx.x % heads, first = blockIdx.x / heads * TOKENS;
     k += (long)head * stride_kh;
     v += (long)head * stride_vh;

@@ -121,6 +121,20 @@ def test_tiers_without_planes_are_refused():
         write_cuda.settle_pages_cuda(poison(4, 64), torch.zeros(1, 14).int(), torch.zeros(1, 14).int(), T.BF16, 64, BFLOAT)
 
 
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_a_reciprocal_in_two_parts_divides_every_16_bit_number_exactly(dtype):
+    """What write_codec.cuh rests its codes on: x * head is exact, so that adding x * tail rounds once, to x / s."""
+    x = torch.arange(1 << 16).to(torch.int16).view(dtype).float()
+    x = x[torch.isfinite(x) & (x.abs() > 1e-30)]
+    for s in torch.arange(16, 32).float():
+        r = 1 / s
+        head = (r.view(torch.int32) & ~0x7FF).view(torch.float32)
+        tail = ((1 - s.double() * head.double()) * r.double()).float()
+        assert torch.equal((x * head).double(), x.double() * head.double())
+        # a fused product and sum: exact in float64, then rounded
+        assert torch.equal((x.double() * tail.double() + (x * head).double()).float(), x / s)
+
+
 # ---- on a GPU -----------------------------------------------------------------------------------------------------------------
 
 
