@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvstrata.ops import dense, quant
-from kvstrata.ops.write import write_dense, write_pages
+from kvstrata.ops.write import settle_pages, write_dense, write_pages
 from kvstrata.store.anchors import AnchorJob, is_due, newest_queries
 from kvstrata.store.arena import DEAD_SLOT
-from kvstrata.store.page import Page, Sequence
+from kvstrata.store.page import FULL, Page, Sequence
 from kvstrata.types import PAGE_SIZE, Tier
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Step:
         self._append: list[tuple[tuple[int, ...], int, int]] = []
         self._sources: dict[Tier, list[tuple[int, ...]]] = {}
         self._copies: list[tuple[int, int]] = []
+        self._settling: dict[Tier, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         self._slots: list[tuple[Tier, list[int | tuple[Tier, int]]]] = []
         for i, (s, ids) in enumerate(zip(self.sequences, token_ids, strict=True)):
             self._plan_sequence(s, ids, self.cu_seqlens[i])
@@ -123,6 +124,10 @@ class Step:
     def _rewrite(self, old: Page | None, tier: Tier, known: int, count: int, first_row: int, live: int) -> tuple[int, ...]:
         """Write the page whole, its known tokens from what is stored of them."""
         frames = self._allocate(self._store.layout.frames(tier))
+        if old is not None and old.tier is Tier.BF16 and known == PAGE_SIZE and live == FULL:
+            # from frames to frames, nothing gathered on the way
+            self._settling.setdefault(tier, []).append((old.frames, frames))
+            return frames
         rows: list[int | tuple[Tier, int]] = []
         if old is not None and known:
             group = self._sources.setdefault(old.tier, [])
@@ -166,6 +171,10 @@ class Step:
             tier: (torch.tensor(job.frames, dtype=torch.int32, device=device), torch.tensor(job.index, device=device))
             for tier, job in self._jobs.items()
         }
+        self._settle_frames = {
+            tier: tuple(torch.tensor(f, dtype=torch.int32, device=device) for f in zip(*pairs, strict=True))
+            for tier, pairs in self._settling.items()
+        }
         self._source_frames = {tier: torch.tensor(f, dtype=torch.int32, device=device) for tier, f in self._sources.items()}
         if self._append:
             frames, tokens, rows_ = zip(*self._append, strict=True)
@@ -194,6 +203,8 @@ class Step:
         v = (quant.rotate(v) if codec.rotates_v else v).to(dtype)
         if dtype is torch.float16:
             self._check_finite(layer, k, v, " in float16")
+        for tier, (old, new) in self._settle_frames.items():
+            settle_pages(arena, old, new, tier, c.head_dim, dtype, encode=store.layout.encode)
         if self._tensors:
             k_source, v_source = self._source(arena, k, v)
             for tier, (frames, index) in self._tensors.items():
