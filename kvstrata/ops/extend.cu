@@ -7,12 +7,8 @@
 #include "extend_mma.cuh"
 #include "extend_pages.cuh"
 
-#ifndef CONSUMER_REGISTERS
-#define CONSUMER_REGISTERS 200
-#endif
-#ifndef PRODUCER_REGISTERS
-#define PRODUCER_REGISTERS 104
-#endif
+// of 65,536 for two warp groups and one
+constexpr int CONSUMER_REGISTERS = 192, PRODUCER_REGISTERS = 120;
 constexpr int ROWS = 128, GROUP_ROWS = 64;
 constexpr int Q_PANEL = GROUP_ROWS * 128;  // bytes of 64 channels of a warp group's rows
 constexpr float NEGATIVE = -1e30f;
@@ -43,6 +39,11 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
+DEVICE float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 DEVICE float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -125,11 +126,10 @@ DEVICE void operand(u32 (&p)[32], const float (&s)[64]) {
 
 // `tiles` tiles from the ring: the scores of one are computed beside the sum over the one before.
 template <bool BF, bool KEY_ROWS, bool CHUNK>
-DEVICE void walk(Rows& rows, const Ring& ring, int& i, int tiles, u32 q, float scale, const Limits& limits, int lane) {
+DEVICE void walk(Rows& rows, const Ring& ring, int& i, int tiles, u32 q, float scale, const Limits& limits, int seen, int lane) {
     if (tiles == 0) return;
     float s[64];
     u32 p[32];
-    int seen = 0;
     barrier_wait(ring.k_full(i), ring.parity(i));
     wgmma_fence();
     scores<BF>(s, q, ring.k(i));
@@ -153,14 +153,11 @@ DEVICE void walk(Rows& rows, const Ring& ring, int& i, int tiles, u32 q, float s
         mask<CHUNK>(s, ring.alive(i + 1), limits, seen, lane);
         if (lane == 0) barrier_arrive(ring.k_free(i + 1));
         const float2 alpha = softmax(s, rows, scale);
-#ifdef OVERLAP
-        // exponentials run beside the sum: the assembler would move the wait before them, were it not for a store that needs them
-        if (lane == 0) store4(ring.alive(0) + 32 + (threadIdx.x / 32 - 4) * 4, __float_as_int(rows.total[0] + rows.total[1]));
-#endif
         wgmma_wait<0>();
         pin(rows.o);
         if (lane == 0) barrier_arrive(ring.v_free(i));
-        rescale(rows.o, alpha);
+        // late in a long walk the largest score seldom changes
+        if (__any_sync(~0u, alpha.x != 1.0f || alpha.y != 1.0f)) rescale(rows.o, alpha);
         operand<BF>(p, s);
     }
     barrier_wait(ring.v_full(i), ring.parity(i));
@@ -222,35 +219,58 @@ DEVICE void rotate(float (&o)[D / 2], int lane) {
         }
 }
 
-DEVICE Pages pages_of(const int* frames, const int* counts, const int* live, int rows, int heads, int per_page, int sequence, int head) {
-    Pages p{nullptr, nullptr, 0, heads};
+// The part [lo, hi) of a line of tiles that is this program's: `at` is where a section of the line begins, and is moved to its end.
+struct Part {
+    int lo, hi, at;
+    DEVICE int2 take(int tiles) {
+        const int2 own = make_int2(min(max(lo - at, 0), tiles), min(max(hi - at, 0), tiles));
+        at += tiles;
+        return own;
+    }
+};
+
+DEVICE Pages pages_of(const int* frames, const int* counts, const int* live, int rows, int heads, int per_page, int sequence, int head, Part& part) {
+    Pages p{nullptr, nullptr, 0, heads, 0, 0};
     if (rows == 0) return p;
     const u64 row = u64(sequence) * rows;
     p.frames = frames + row * per_page;
     p.live = heads ? live + row * heads + head % heads : nullptr;
-    p.count = counts[sequence];
+    p.count = __ldg(counts + sequence);
+    const int2 own = part.take((p.count + 3) / 4);
+    p.begin = own.x;
+    p.end = own.y;
     return p;
 }
 
-// grid KV heads * tiles, a tile's heads side by side, 384 threads. q, out [N, Hq, D]; k, v [N, H, D]; tiles int32 [.., 4]: sequence, first row of q of the sequence, its
+DEVICE int tiles_of(int rows, const int* counts, int sequence) { return rows ? (__ldg(counts + sequence) + 3) / 4 : 0; }
+
+// grid tiles * splits * KV heads, in this order, 384 threads. q, out [N, Hq, D]; k, v [N, H, D]; tiles int32 [.., 4]: sequence, first row of q of the sequence, its
 // tokens, first row (token * group + head) of the tile. Strides in elements, of the arena in bytes. framesT int32 [B, rowsT, n] and
-// countsT int32 [B] of tier T (rowsT 0: none), liveT int32 [B, rowsT, headsT] (headsT 0: all live).
+// countsT int32 [B] of tier T (rowsT 0: none), liveT int32 [B, rowsT, headsT] (headsT 0: all live). Each of `splits` programs attends its
+// share of a tile's keys; more than one write parts float32 [splits, N, Hq, D] and lses [splits, N, Hq] (base 2) instead of out.
 extern "C" __global__ void __launch_bounds__(384, 1)
-extend(const char* q, const char* k, const char* v, char* out, const int4* tiles, const char* arena,
+extend(const char* q, const char* k, const char* v, char* out, float* parts, float* lses, const int4* tiles, const char* arena,
        const int* frames16, const int* counts16, const int* live16, int rows16, int heads16,
        const int* frames8, const int* counts8, const int* live8, int rows8, int heads8,
        const int* frames4, const int* counts4, const int* live4, int rows4, int heads4,
        const int* frames3, const int* counts3, const int* live3, int rows3, int heads3,
        const int* frames2, const int* counts2, const int* live2, int rows2, int heads2,
-       int heads, int group, float scale, int stride_frame, int stride_qt, int stride_kt, int stride_kh, int stride_vt, int stride_vh, int rotated) {
+       int tokens_of_all, int splits, int heads, int group, float scale, int stride_frame, int stride_qt, int stride_kt, int stride_kh,
+       int stride_vt, int stride_vh, int rotated) {
     extern __shared__ char shared[];
     const Ring ring{(shared_address(shared) + 1023) & ~1023u};
     const int head = blockIdx.x % heads, lane = threadIdx.x % 32;
     const int warp_group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-    const int4 tile = tiles[blockIdx.x / heads];
+    const int split = blockIdx.x / heads % splits;
+    const int4 tile = tiles[blockIdx.x / heads / splits];
     const int sequence = tile.x, tokens = tile.z, first = tile.w, rows_left = min(ROWS, tokens * group - first);
     const u64 first_row = tile.y;
-    const int end = (first + rows_left - 1) / group + 1;  // keys of the chunk that the last row sees
+    const int chunk_tiles = ((first + rows_left - 1) / group + KEYS) / KEYS;  // as far as the last row sees
+    const int dense_tiles = tiles_of(rows16, counts16, sequence);
+    const int plane_tiles = tiles_of(rows8, counts8, sequence) + tiles_of(rows4, counts4, sequence) + tiles_of(rows3, counts3, sequence) +
+                            tiles_of(rows2, counts2, sequence);
+    const int all_tiles = dense_tiles + plane_tiles + chunk_tiles;
+    Part part{all_tiles * split / splits, all_tiles * (split + 1) / splits, 0};
 
     if (threadIdx.x == 0)
         for (int i = 0; i < STAGES; i++) {
@@ -259,47 +279,43 @@ extend(const char* q, const char* k, const char* v, char* out, const int4* tiles
             barrier_init(ring.k_free(i), 8);
             barrier_init(ring.v_free(i), 8);
         }
-    const int p16 = (128 * D + FRAME - 1) / FRAME;
-    const Pages dense = pages_of(frames16, counts16, live16, rows16, heads16, p16, sequence, head);
-    const Pages int8 = pages_of(frames8, counts8, live8, rows8, heads8, 8, sequence, head);
-    const Pages int4_ = pages_of(frames4, counts4, live4, rows4, heads4, 4, sequence, head);
-    const Pages int3 = pages_of(frames3, counts3, live3, rows3, heads3, 3, sequence, head);
-    const Pages int2_ = pages_of(frames2, counts2, live2, rows2, heads2, 2, sequence, head);
+#define PAGES(T, PER_PAGE) pages_of(frames##T, counts##T, live##T, rows##T, heads##T, PER_PAGE, sequence, head, part)
     __syncthreads();
 
     int i = 0;
     if (warp_group == 0) {
         fewer_registers<PRODUCER_REGISTERS>();
         const char* own = arena + u64(head) * FRAME;
-        produce_dense(ring, i, dense, own, stride_frame, warp, lane);
-        produce_planes<4, 4>(ring, i, int8, own, stride_frame, warp, lane);
-        produce_planes<2, 2>(ring, i, int4_, own, stride_frame, warp, lane);
-        produce_planes<2, 1>(ring, i, int3, own, stride_frame, warp, lane);
-        produce_planes<1, 1>(ring, i, int2_, own, stride_frame, warp, lane);
-        produce_chunk(ring, i, end, tokens, k + (first_row * stride_kt + u64(head) * stride_kh) * 2,
+        produce_dense(ring, i, PAGES(16, DENSE_FRAMES), own, stride_frame, warp, lane);
+        produce_planes<4, 4>(ring, i, PAGES(8, 8), own, stride_frame, warp, lane);
+        produce_planes<2, 2>(ring, i, PAGES(4, 4), own, stride_frame, warp, lane);
+        produce_planes<2, 1>(ring, i, PAGES(3, 3), own, stride_frame, warp, lane);
+        produce_planes<1, 1>(ring, i, PAGES(2, 2), own, stride_frame, warp, lane);
+        const int2 chunk = part.take(chunk_tiles);
+        produce_chunk(ring, i, chunk.x, chunk.y, tokens, k + (first_row * stride_kt + u64(head) * stride_kh) * 2,
                       v + (first_row * stride_vt + u64(head) * stride_vh) * 2, stride_kt, stride_vt, warp, lane);
     } else {
         more_registers<CONSUMER_REGISTERS>();
         const int own_first = first + (warp_group - 1) * GROUP_ROWS, own_left = rows_left - (warp_group - 1) * GROUP_ROWS;
         const u32 q_tile = ring.q() + (warp_group - 1) * HALVES * Q_PANEL;
         const char* own_q = q + (first_row * stride_qt + u64(head) * group * D) * 2;
-        const int planes = (int8.count + 3) / 4 + (int4_.count + 3) / 4 + (int3.count + 3) / 4 + (int2_.count + 3) / 4;
+        const int2 dense = part.take(dense_tiles), planes = part.take(plane_tiles), chunk = part.take(chunk_tiles);
         Rows rows;
 #pragma unroll
         for (int j = 0; j < D / 2; j++) rows.o[j] = 0;
         rows.m[0] = rows.m[1] = NEGATIVE;
         rows.total[0] = rows.total[1] = 0;
         load_q<false>(q_tile, own_q, stride_qt, group, own_first, own_left, warp_group);
-        walk<BF16, true, false>(rows, ring, i, (dense.count + 3) / 4, q_tile, scale, Limits{}, lane);
-        if (planes > 0) {
+        walk<BF16, true, false>(rows, ring, i, dense.y - dense.x, q_tile, scale, Limits{}, 0, lane);
+        if (planes.y > planes.x) {
             if constexpr (BF16) load_q<true>(q_tile, own_q, stride_qt, group, own_first, own_left, warp_group);
-            walk<false, false, false>(rows, ring, i, planes, q_tile, scale, Limits{}, lane);
+            walk<false, false, false>(rows, ring, i, planes.y - planes.x, q_tile, scale, Limits{}, 0, lane);
             if constexpr (BF16) load_q<false>(q_tile, own_q, stride_qt, group, own_first, own_left, warp_group);
         }
         if (rotated) rotate(rows.o, lane);
         const int row = warp * 16 + lane_id() / 4;
         const Limits limits{{(own_first + row) / group + 1, (own_first + row + 8) / group + 1}, (own_first + warp * 16) / group + 1};
-        walk<BF16, true, true>(rows, ring, i, (end + KEYS - 1) / KEYS, q_tile, scale, limits, lane);
+        walk<BF16, true, true>(rows, ring, i, chunk.y - chunk.x, q_tile, scale, limits, chunk.x * KEYS, lane);
 
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -310,9 +326,43 @@ extend(const char* q, const char* k, const char* v, char* out, const int4* tiles
             const int own_row = warp * 16 + lane_id() / 4 + 8 * r;
             if (own_row >= own_left) continue;
             const int token = (own_first + own_row) / group, query_head = head * group + (own_first + own_row) % group;
-            u32* to = reinterpret_cast<u32*>(out + ((first_row + token) * heads * group + query_head) * (D * 2)) + lane % 4;
+            const u64 at = (first_row + token) * heads * group + query_head;
+            if (splits == 1) {
+                u32* to = reinterpret_cast<u32*>(out + at * (D * 2)) + lane % 4;
 #pragma unroll
-            for (int j = 0; j < D / 8; j++) to[4 * j] = pair<BF16>(rows.o[4 * j + 2 * r] * weight, rows.o[4 * j + 2 * r + 1] * weight);
+                for (int j = 0; j < D / 8; j++) to[4 * j] = pair<BF16>(rows.o[4 * j + 2 * r] * weight, rows.o[4 * j + 2 * r + 1] * weight);
+            } else {
+                const u64 own = u64(split) * tokens_of_all * heads * group + at;
+                float2* to = reinterpret_cast<float2*>(parts + own * D) + lane % 4;
+#pragma unroll
+                for (int j = 0; j < D / 8; j++) to[4 * j] = make_float2(rows.o[4 * j + 2 * r] * weight, rows.o[4 * j + 2 * r + 1] * weight);
+                // a row that saw no key has sum 0: its part counts for nothing
+                if (lane % 4 == 0) lses[own] = total > 0 ? rows.m[r] * scale + log2_fast(total) : NEGATIVE;
+            }
         }
     }
+}
+
+// grid rows / 4 (rounded up), 128 threads: a warp a row of out [rows, D], from parts float32 [splits, rows, D] and lses [splits, rows].
+extern "C" __global__ void __launch_bounds__(128)
+merge(const float* parts, const float* lses, char* out, int rows, int splits) {
+    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    float m = NEGATIVE;
+    for (int s = 0; s < splits; s++) m = fmaxf(m, __ldg(lses + u64(s) * rows + row));
+    float sum[D / 32] = {}, total = 0;
+    for (int s = 0; s < splits; s++) {
+        const u64 at = u64(s) * rows + row;
+        const float weight = exp2_fast(__ldg(lses + at) - m);
+        total += weight;
+#pragma unroll
+        for (int j = 0; j < D / 64; j++) {
+            const float2 x = __ldg(reinterpret_cast<const float2*>(parts + at * D) + j * 32 + lane);
+            sum[2 * j] += weight * x.x;
+            sum[2 * j + 1] += weight * x.y;
+        }
+    }
+    u32* to = reinterpret_cast<u32*>(out + u64(row) * (D * 2)) + lane;
+#pragma unroll
+    for (int j = 0; j < D / 64; j++) to[j * 32] = pair<BF16>(sum[2 * j] * reciprocal(total), sum[2 * j + 1] * reciprocal(total));
 }

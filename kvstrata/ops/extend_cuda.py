@@ -1,5 +1,7 @@
 """`extend` as one warp-specialised CUDA C++ kernel (extend.cu) on a Hopper GPU. Knows nothing of stores."""
 
+import functools
+import itertools
 import math
 
 import torch
@@ -7,12 +9,13 @@ from torch import Tensor
 
 from kvstrata.ops import cuda, extend_tiles
 from kvstrata.ops.table import PageTable
-from kvstrata.types import Tier
+from kvstrata.types import PAGE_SIZE, Tier
 
 TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
 HEAD_DIMS = (64, 128)
-ROWS, THREADS = 128, 384
-"""Rows (tokens times query heads of a KV head) and threads of a program."""
+ROWS, THREADS, KEYS = 128, 384, 128
+"""Rows (tokens times query heads of a KV head) and threads of a program, keys of a tile."""
+MAX_SPLITS = 16
 
 
 def options(head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
@@ -22,7 +25,7 @@ def options(head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
 
 def shared_bytes(head_dim: int) -> int:
     """Two tiles of 128 keys of K and of V, 128 rows of q, barriers, decoded metadata a warp, and room to align to 1024."""
-    return 2 * (2 * 2 * 128 + ROWS) * head_dim + 128 + 4 * (4 * head_dim + 128) + 1024
+    return 2 * (2 * 2 * KEYS + ROWS) * head_dim + 128 + 4 * (4 * head_dim + 128) + 1024
 
 
 def accepts(q: Tensor, arena: Tensor, dense_dtype: torch.dtype) -> bool:
@@ -45,14 +48,44 @@ def extend_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: T
     tiles = extend_tiles.tiles(cu_seqlens, ROWS, group)
     if not tiles:
         return out
-    kernel = cuda.kernel("extend", "extend", options(d, q.dtype), shared_bytes(d), q.device.index or 0)
+    splits = _splits(len(tiles) * heads, _keys(cu_seqlens, table) // KEYS, _multiprocessors(q.device))
+    shape = (splits if splits > 1 else 0, n, num_qo_heads)
+    parts, lses = (torch.empty(s, dtype=torch.float32, device=q.device) for s in ((*shape, d), shape))
+    device = q.device.index or 0
+    kernel = cuda.kernel("extend", "extend", options(d, q.dtype), shared_bytes(d), device)
     arguments: list[Tensor | int | float] = [
-        q, k, v, out, torch.tensor(tiles, dtype=torch.int32).to(q.device, non_blocking=True), arena, *_segments(table, out),
-        heads, group, float(scale * math.log2(math.e)), arena.stride(0), q.stride(0), *k.stride()[:2], *v.stride()[:2], int(rotated),
+        q, k, v, out, parts, lses, torch.tensor(tiles, dtype=torch.int32).to(q.device, non_blocking=True), arena,
+        *_segments(table, out), n, splits, heads, group, float(scale * math.log2(math.e)), arena.stride(0), q.stride(0),
+        *k.stride()[:2], *v.stride()[:2], int(rotated),
     ]  # fmt: skip
     with torch.cuda.device(q.device):
-        kernel((len(tiles) * heads,), THREADS, arguments)
+        kernel((len(tiles) * splits * heads,), THREADS, arguments)
+        if splits > 1:
+            rows = n * num_qo_heads
+            merge = cuda.kernel("extend", "merge", options(d, q.dtype), 0, device)
+            merge((-(-rows // 4),), 128, [parts, lses, out, rows, splits])
     return out
+
+
+def _keys(cu_seqlens: list[int], table: PageTable) -> int:
+    """At most as many keys as the longest sequence has; how many pages it has is known to the device alone."""
+    chunk = max(end - start for start, end in itertools.pairwise(cu_seqlens))
+    return chunk + PAGE_SIZE * sum(s.frames.shape[1] for s in table.segments)
+
+
+def _splits(programs: int, tiles: int, multiprocessors: int) -> int:
+    """Parts into which each program's `tiles` tiles of keys are cut, so that few programs, or a last few, keep all multiprocessors busy."""
+
+    def tiles_in_a_row(splits: int) -> float:
+        # a program starts and writes its part in the time of some four tiles, a merge takes that of five
+        return -(-programs * splits // multiprocessors) * (tiles / splits + 4) + (5 if splits > 1 else 0)
+
+    return min(range(1, max(1, min(MAX_SPLITS, tiles // 8)) + 1), key=tiles_in_a_row)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _aligned(x: Tensor, heads_adjoin: bool = True) -> Tensor:

@@ -40,6 +40,11 @@ DEVICE uint4 load16(u32 at) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
     return x;
 }
+DEVICE u32 load4(u32 at) {
+    u32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
+}
 // 16 bytes from global memory on their way, zeros unless `keep`
 DEVICE void copy16(u32 at, const void* from, bool keep) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(__cvta_generic_to_global(from)), "r"(keep ? 16 : 0) : "memory");

@@ -3,6 +3,7 @@
 constexpr int KEYS = 128, STAGES = 2;
 constexpr int C = D / 8, HALVES = D / 64;  // words of a token in a plane; panels of 64 channels
 constexpr int FRAME = 2 * (4 * D + (D + 32) / 2);  // bytes
+constexpr int DENSE_FRAMES = (128 * D + FRAME - 1) / FRAME;  // of a page in floating point
 constexpr int TILE = KEYS * D * 2;  // bytes of K or of V
 constexpr int PANEL = KEYS * 128;  // bytes of 64 channels of a tile whose rows are keys
 constexpr int V_PANEL = D * 128;  // bytes of 64 keys of a tile whose rows are channels
@@ -23,11 +24,11 @@ struct Ring {
     DEVICE static u32 parity(int i) { return i / STAGES & 1; }
 };
 
-// The pages of one tier that this program attends.
+// The pages of one tier that a sequence has, and the tiles of four that this program attends.
 struct Pages {
     const int* frames;  // of the first page
     const int* live;  // of the first page, or null
-    int count, live_stride;
+    int count, live_stride, begin, end;
 };
 
 DEVICE u32 mul2(u32 a, u32 b) {
@@ -198,51 +199,55 @@ DEVICE void hand_over(u32 bar, int lane) {
 // All pages of one tier; `i` counts tiles over all of them.
 template <int KP, int VP>
 DEVICE void produce_planes(const Ring& ring, int& i, const Pages& pages, const char* arena, u64 stride_frame, int warp, int lane) {
-    if (pages.count == 0) return;
-    // words are asked for a tile ahead of their use; those of eight planes would not fit in registers
-    constexpr bool AHEAD = KP + VP <= 4;
-    Unpack<KP, VP> now, next;
-    Words<KP> k[HALVES];
-    Words<VP> v[HALVES];
-    uint2 k_meta;
-    const auto load_k = [&](const Unpack<KP, VP>& page, int h) { page.load_k(k[h], arena, stride_frame, lane, h); };
-    const auto load_v = [&](const Unpack<KP, VP>& page, int h) { page.load_v(v[h], arena, stride_frame, lane, h); };
+    if (pages.begin == pages.end) return;
     const u32 table = ring.table(warp);
-    if constexpr (AHEAD) {
-        next.look_up(pages, warp);
-        k_meta = next.load_k_meta(arena, stride_frame, lane);
-        for (int h = 0; h < HALVES; h++) load_k(next, h);
-    }
+    Unpack<KP, VP> ids;
+    Words<KP> k[2];
+    Words<VP> v[2];
+    ids.look_up(pages, pages.begin * 4 + warp);
+    u32 alive = ids.alive;
+    uint2 k_meta = ids.load_k_meta(arena, stride_frame, lane);
+    // words are asked for a tile ahead of their use; of eight planes half as many fit in registers
+    constexpr bool WHOLE = KP + VP <= 4;
+    ids.load_k(k[0], arena, stride_frame, lane, 0);
+    if constexpr (WHOLE && HALVES == 2) ids.load_k(k[1], arena, stride_frame, lane, 1);
 #pragma unroll 1
-    for (int page = warp; page - warp < pages.count; page += 4, i++) {
-        if constexpr (AHEAD) {
-            now = next;
-            next.look_up(pages, page + 4);
-            for (int h = 0; h < HALVES; h++) load_v(now, h);
-        } else {
-            now.look_up(pages, page);
-            k_meta = now.load_k_meta(arena, stride_frame, lane);
+    for (int page = pages.begin * 4 + warp; page < pages.end * 4; page += 4, i++) {
+        const u32 v_meta = ids.load_v_meta(arena, stride_frame, lane);
+        if constexpr (WHOLE) {
+            for (int h = 0; h < HALVES; h++) ids.load_v(v[h], arena, stride_frame, lane, h);
+            ids.look_up(pages, page + 4);
         }
-        const u32 v_meta = now.load_v_meta(arena, stride_frame, lane);
-        now.decode_k_meta(k_meta, table, lane);
+        ids.decode_k_meta(k_meta, table, lane);
         barrier_wait(ring.k_free(i), ring.parity(i) ^ 1);
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
-            if constexpr (!AHEAD) load_k(now, h);
-            now.store_k(k[h], ring.k(i), table, warp, lane, h);
+            if constexpr (!WHOLE) {
+                if (h + 1 < HALVES) ids.load_k(k[1], arena, stride_frame, lane, 1);
+                else ids.load_v(v[0], arena, stride_frame, lane, 0);
+            }
+            ids.store_k(k[h], ring.k(i), table, warp, lane, h);
         }
-        if (lane == 0) store4(ring.alive(i) + warp * 4, now.alive);
+        if (lane == 0) store4(ring.alive(i) + warp * 4, alive);
         hand_over(ring.k_full(i), lane);
-        if constexpr (AHEAD) {
-            k_meta = next.load_k_meta(arena, stride_frame, lane);
-            for (int h = 0; h < HALVES; h++) load_k(next, h);
+        if constexpr (!WHOLE) {
+            if constexpr (HALVES == 2) ids.load_v(v[1], arena, stride_frame, lane, 1);
+            ids.look_up(pages, page + 4);
         }
-        now.decode_v_meta(v_meta, table, lane);
+        alive = ids.alive;
+        if constexpr (WHOLE) {
+            k_meta = ids.load_k_meta(arena, stride_frame, lane);
+            for (int h = 0; h < HALVES; h++) ids.load_k(k[h], arena, stride_frame, lane, h);
+        }
+        ids.decode_v_meta(v_meta, table, lane);
         barrier_wait(ring.v_free(i), ring.parity(i) ^ 1);
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
-            if constexpr (!AHEAD) load_v(now, h);
-            now.store_v(v[h], ring.v(i), table, warp, lane, h);
+            if (!WHOLE && h + 1 == HALVES) {
+                k_meta = ids.load_k_meta(arena, stride_frame, lane);
+                ids.load_k(k[0], arena, stride_frame, lane, 0);
+            }
+            ids.store_v(v[h], ring.v(i), table, warp, lane, h);
         }
         hand_over(ring.v_full(i), lane);
     }
@@ -257,15 +262,15 @@ DEVICE u32 chunk_at(u32 tile, int warp, int n) {
 // Tiles of numbers that are copied as they are, one copy under way while the next is asked for. `copy(tile index, is V, address)` asks
 // for a warp's part and returns the tokens that live.
 template <class Copy>
-DEVICE void produce_numbers(const Ring& ring, int& i, int tiles, int warp, int lane, Copy copy) {
-    if (tiles == 0) return;
+DEVICE void produce_numbers(const Ring& ring, int& i, int begin, int end, int warp, int lane, Copy copy) {
+    if (begin == end) return;
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; tile++, i++) {
+    for (int tile = begin; tile < end; tile++, i++) {
         barrier_wait(ring.k_free(i), ring.parity(i) ^ 1);
         const u32 alive = copy(tile, false, ring.k(i));
         copies_commit();
         if (lane == 0) store4(ring.alive(i) + warp * 4, alive);
-        if (tile > 0) {
+        if (tile > begin) {
             copies_wait<1>();
             hand_over(ring.v_full(i - 1), lane);
         }
@@ -281,10 +286,10 @@ DEVICE void produce_numbers(const Ring& ring, int& i, int tiles, int warp, int l
 
 // Pages in floating point: K's numbers, then V's, over 2 * 32 * D * 2 / FRAME frames.
 DEVICE void produce_dense(const Ring& ring, int& i, const Pages& pages, const char* arena, u64 stride_frame, int warp, int lane) {
-    constexpr int N = (128 * D + FRAME - 1) / FRAME, PIECES = FRAME / 16;
+    constexpr int N = DENSE_FRAMES, PIECES = FRAME / 16;
     int id = 0;
     u32 alive = 0;
-    produce_numbers(ring, i, (pages.count + 3) / 4, warp, lane, [&](int tile, bool is_v, u32 to) {
+    produce_numbers(ring, i, pages.begin, pages.end, warp, lane, [&](int tile, bool is_v, u32 to) {
         if (!is_v) {
             const int page = min(tile * 4 + warp, pages.count - 1);
             id = __ldg(pages.frames + page * N + min(lane, N - 1));
@@ -300,9 +305,9 @@ DEVICE void produce_dense(const Ring& ring, int& i, const Pages& pages, const ch
     });
 }
 
-// The chunk itself: keys [0, end) of `tokens`, rows of k and v (16-bit numbers) `stride` elements apart.
-DEVICE void produce_chunk(const Ring& ring, int& i, int end, int tokens, const char* k, const char* v, u64 k_stride, u64 v_stride, int warp, int lane) {
-    produce_numbers(ring, i, (end + KEYS - 1) / KEYS, warp, lane, [&](int tile, bool is_v, u32 to) {
+// The chunk itself: tiles [begin, end) of `tokens` keys, rows of k and v (16-bit numbers) `stride` elements apart.
+DEVICE void produce_chunk(const Ring& ring, int& i, int begin, int end, int tokens, const char* k, const char* v, u64 k_stride, u64 v_stride, int warp, int lane) {
+    produce_numbers(ring, i, begin, end, warp, lane, [&](int tile, bool is_v, u32 to) {
         const int first = tile * KEYS + warp * 32, left = tokens - first;
 #pragma unroll 4
         for (int n = lane; n < 32 * C; n += 32) {

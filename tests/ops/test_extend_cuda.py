@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,27 @@ T = Tier
 HALF, BFLOAT = torch.float16, torch.bfloat16
 
 
-@pytest.mark.parametrize("head_dim", extend_cuda.HEAD_DIMS)
-def test_each_variant_compiles_without_spills_at_its_register_cap(head_dim, tmp_path):
+def usage_and_code(head_dim, dtype, folder):
+    """What cuobjdump says of a variant's resources, and its instructions."""
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    for dtype in (HALF, BFLOAT):
-        path = tmp_path / "extend.cubin"
-        path.write_bytes(cuda.compile_source(cuda.source("extend"), extend_cuda.options(head_dim, dtype)))
-        usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    path = folder / f"{head_dim}-{dtype}.cubin"
+    path.write_bytes(cuda.compile_source(cuda.source("extend"), extend_cuda.options(head_dim, dtype)))
+    return [subprocess.run([tool, flag, path], capture_output=True, text=True, check=True).stdout for flag in ("-res-usage", "-sass")]
+
+
+def test_each_variant_compiles_without_spills_at_its_register_cap(tmp_path):
+    variants = [(d, dtype, tmp_path) for d in extend_cuda.HEAD_DIMS for dtype in (HALF, BFLOAT)]
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(usage_and_code, *zip(*variants, strict=True)))
+    for (head_dim, *_), (usage, code) in zip(variants, found, strict=True):
         # 384 threads share 65,536 registers; a stack would be a spill or an array that is indexed at run time
-        assert re.search(r"REG:168 STACK:0 .*LOCAL:0 ", usage)
-        code = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
+        registers, stacks = (list(map(int, re.findall(rf"{name}:(\d+)", usage))) for name in ("REG", "STACK"))
+        assert max(registers) == 168
+        assert stacks == [0, 0]
         assert code.count("USETMAXREG") == 2
-        assert code.count("HGMMA") == 3 * 3 * 8 + (3 * 8 if head_dim == 128 else 0)
+        # three walks, each with a first and a last tile outside its loop: scores over head_dim, sums over 128 keys
+        assert code.count("HGMMA") == 3 * 2 * (head_dim // 16 + 128 // 16)
 
 
 def test_shared_memory_fits_a_multiprocessor():
@@ -47,6 +56,15 @@ def test_tiles_cover_each_row_once_the_longest_first(rows_per_token):
     assert sorted(rows) == [(b, row) for b, n in enumerate(lengths) for row in range(n * rows_per_token)]
     assert all(first_row == starts[b] and tokens == lengths[b] for b, first_row, tokens, _ in tiles)
     assert [t[3] for t in tiles] == sorted((t[3] for t in tiles), reverse=True)
+
+
+def test_keys_are_split_where_programs_are_few_only():
+    assert extend_cuda._splits(512, 264, 132) == 1
+    assert extend_cuda._splits(128, 264, 132) == 1
+    assert extend_cuda._splits(8, 7, 132) == 1
+    assert extend_cuda._splits(16, 256, 132) == 8
+    assert extend_cuda._splits(1, 1000, 132) == extend_cuda.MAX_SPLITS
+    assert extend_cuda._splits(140, 1000, 132) > 1
 
 
 def test_shapes_of_other_kernels_are_refused():
@@ -80,9 +98,11 @@ def inputs(lengths, heads, group, head_dim, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dtype, bound", [(HALF, 2e-3), (BFLOAT, 6e-3)], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("counts, lengths, heads, group, head_dim, live", CASES)
-def test_extend_cuda_matches_float64(counts, lengths, heads, group, head_dim, live, dtype, bound):
+def test_extend_cuda_matches_float64(counts, lengths, heads, group, head_dim, live, dtype, bound, splits, monkeypatch):
+    monkeypatch.setattr(extend_cuda, "_splits", lambda *_: splits)
     cu, q, k, v = inputs(lengths, heads, group, head_dim, dtype)
     case = make_case(counts, heads, head_dim, live=live, dtype=dtype) if counts else None
     arena = case.arena if case else make_case({T.INT2: [1] * len(lengths)}, heads, head_dim).arena
@@ -100,7 +120,7 @@ def test_views_and_unrotated_values_and_large_scores():
     case = make_case({T.INT4: [6, 2]}, 2, 128)
     kv = torch.stack([k, v], 1)
     for rotated in (True, False):
-        run = dict(dense_dtype=BFLOAT, rotated=rotated)
+        run = {"dense_dtype": BFLOAT, "rotated": rotated}
         ref = extend_ref(q, k, v, cu, case.arena, case.table, 0.1, **run)
         out = extend_cuda.extend_cuda(q, kv[:, 0], kv[:, 1], cu, case.arena, case.table, 0.1, **run)
         assert relative_error(out, ref.double()) < 1e-2
@@ -112,7 +132,8 @@ def test_views_and_unrotated_values_and_large_scores():
 def test_a_long_prefix_is_attended_the_same_each_time_and_by_dispatch():
     cu, q, k, v = inputs([700], 2, 4, 128, HALF)
     case = make_case({T.INT2: [150], T.INT4: [33], T.BF16: [3]}, 2, 128, dtype=HALF)
-    run = dict(dense_dtype=HALF)
+    assert extend_cuda._splits(44, 52, 132) > 1
+    run = {"dense_dtype": HALF}
     outs = [extend(q, k, v, cu, case.arena, case.table, 0.09, **run) for _ in range(3)]
     assert all(torch.equal(a, b) for a, b in itertools.pairwise(outs))
     assert torch.equal(outs[0], extend_cuda.extend_cuda(q, k, v, cu, case.arena, case.table, 0.09, **run))
