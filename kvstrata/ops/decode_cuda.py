@@ -20,9 +20,9 @@ TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
 """The order of decode.cu."""
 COSTS = {Tier.BF16: 48, Tier.INT8: 48, Tier.INT4: 27, Tier.INT3: 22, Tier.INT2: 20}
 """What a page costs a block, relative to the others."""
-WARPS, BLOCKS = 4, 4
-"""Warps a block, and blocks that a multiprocessor runs at once: 128 registers a thread."""
-RING = 12800
+WARPS, BLOCKS = 6, 2
+"""Warps a block, and blocks that a multiprocessor runs at once: 168 registers a thread."""
+RING = 17664
 """Bytes of pages under way, a warp."""
 LEAST = 8 * COSTS[Tier.INT2]
 """A block's smallest share: two pages a warp."""
@@ -44,8 +44,8 @@ def options(head_dim: int, q_dtype: torch.dtype, dense_dtype: torch.dtype) -> tu
 
 
 def shared_bytes(head_dim: int) -> int:
-    """Shared memory of a block: a ring and decoded metadata for each warp, and a little of the block's own."""
-    return WARPS * (RING + 4 * head_dim + 128) + 64
+    """Shared memory of a block: a ring and decoded metadata for each warp, and the queries."""
+    return WARPS * (RING + 2 * (4 * head_dim + 128)) + 16 * head_dim
 
 
 def supports(q: Tensor, num_kv_heads: int, dense_dtype: torch.dtype) -> bool:
@@ -116,7 +116,9 @@ def decode_cuda(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, den
         )
     frame_bytes = frame.frame_bytes(d)
     if arena.shape[2] != frame_bytes or not arena.is_contiguous() or arena.data_ptr() % 16:
-        raise ValueError(f"arena {tuple(arena.shape)} must be contiguous, aligned to 16 bytes, with {frame_bytes} bytes a frame and KV head")
+        raise ValueError(
+            f"arena {tuple(arena.shape)} must be contiguous, aligned to 16 bytes, with {frame_bytes} bytes a frame and KV head"
+        )
     w = workspace or make_workspace(q, h)
     kernel = cuda.kernel("decode", "decode", options(d, q.dtype, dense_dtype), shared_bytes(d), q.device.index or 0)
     with torch.cuda.device(q.device):

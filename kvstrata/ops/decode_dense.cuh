@@ -2,39 +2,42 @@
 // A page comes in four pieces of 16 tokens (K, K, V, V) through the warp's ring, chunks of 16 bytes swizzled by token.
 
 constexpr int PIECE = 32 * D;
-constexpr int PIECES = RING / PIECE < 4 ? RING / PIECE : 4;
+constexpr int PIECES = (RING - 240) / PIECE < 4 ? (RING - 240) / PIECE : 4;
 constexpr int FRAME_CHUNKS = FRAME / 16;
 constexpr int DENSE_FRAMES = (128 * D + FRAME - 1) / FRAME;
 constexpr int ROW_CHUNKS = D / 8;  // 16-byte chunks of a token
 
-static_assert(PIECES >= 2 && DENSE_FRAMES <= 32, "RING holds no two pieces of a dense page");
+static_assert(PIECES >= 2 && PIECES <= 4 && DENSE_FRAMES <= 32, "RING holds no two pieces of a dense page");
 
+// Chunk `chunk` of token `row` lies at swizzled(row, chunk); chunks further by an even number 2 n (a row being whole): at its xor 32 n
 INLINE u32 swizzled(u32 row, u32 chunk) { return row * (2 * D) + ((chunk ^ (row & 7)) * 16); }
 
-// Starts the copies of a piece. frames: of the page, one a lane
+// Starts the copies of a piece. frames: of the page, one a lane; to: plus swizzled(lane / ROW_CHUNKS, lane % ROW_CHUNKS); from: of frame 0,
+// plus 16 bytes a lane
 template <int PART>
-INLINE void fetch_piece(u32 slot, const u8* arena, u32 stride, u32 frames, int lane) {
+INLINE void fetch_piece(u32 to, const u8* from, u32 stride, u32 frames, int lane) {
 #pragma unroll
     for (int j = 0; j < PIECE / 512; j++) {
-        const u32 in_piece = j * 32 + lane, chunk = PART * (PIECE / 16) + in_piece;
-        const u32 frame = chunk / FRAME_CHUNKS;
-        const u32 id = __shfl_sync(ALL_LANES, frames, frame);
-        copy16(slot + swizzled(in_piece / ROW_CHUNKS, in_piece % ROW_CHUNKS), arena + (u64)id * stride + (chunk - frame * FRAME_CHUNKS) * 16);
+        // 32 chunks, which lie in one frame or in two
+        const int chunk = PART * (PIECE / 16) + j * 32, frame = chunk / FRAME_CHUNKS, at = chunk % FRAME_CHUNKS;
+        const bool beyond = at + 31 >= FRAME_CHUNKS && at + lane >= FRAME_CHUNKS;
+        const u32 id = __shfl_sync(ALL_LANES, frames, frame + beyond);
+        const u8* source = from + (at * 16 - (beyond ? FRAME : 0)) + (u64)id * stride;
+        const u32 rows = j * (32 / ROW_CHUNKS);
+        copy16((to ^ (rows % 8 * 16)) + j * 512, source);
     }
 }
 
 // Queries as operand b of the product over channels, in the pages' type: channels 16 f + 2t, .. and 16 f + 8 + 2t, ..
 template <bool OTHER, bool BF16>
-INLINE void load_dense_query(Query& q, const u16* from, int group, float qk_scale, int lane) {
+INLINE void load_dense_query(u32 (&q)[D / 8], const u16* from, int group, bool negative, int lane) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < D / 8; i++) {
         u32 x = g < group ? __ldg((const u32*)(from + g * D + i * 8 + 2 * t)) : 0;
         if constexpr (OTHER != BF16) x = pack<BF16>(unpack<OTHER>(x & 0xFFFF), unpack<OTHER>(x >> 16));
-        q.x[i] = qk_scale < 0.0f ? x ^ 0x80008000u : x;
+        q[i] = negative ? x ^ 0x80008000u : x;
     }
-    // a unit is positive, for a maximum is taken before it is applied
-    q.unit[0] = q.unit[1] = fmaxf(fabsf(qk_scale), 1e-30f);
 }
 
 // A token that was never written may hold NaN, which a probability of 0 does not undo
@@ -51,80 +54,77 @@ INLINE void clear_dead(u32 slot, u32 dead, int lane) {
 }
 
 template <bool BF16>
-INLINE void dense_scores(float (&s)[4], const Query& q, u32 slot, int lane) {
-    const u32 row = lane % 16, half = lane / 16;
+INLINE void dense_scores(float (&s)[4], const u32 (&q)[D / 8], u32 from) {
 #pragma unroll
     for (int f = 0; f < D / 16; f++) {
         u32 k[4];
-        load_matrices<false>(k, slot + swizzled(row, 2 * f + half));
-        mma<BF16>(s, k[0], k[1], k[2], k[3], q.x[2 * f], q.x[2 * f + 1]);
+        load_matrices<false>(k, from ^ (f * 32));
+        mma<BF16>(s, k[0], k[1], k[2], k[3], q[2 * f], q[2 * f + 1]);
     }
 }
 
 template <bool BF16>
-INLINE void dense_weigh(Sums& a, u32 p0, u32 p1, u32 slot, int lane) {
-    const u32 row = lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
+INLINE void dense_weigh(Sums& a, u32 p0, u32 p1, u32 from) {
 #pragma unroll
     for (int f = 0; f < D / 16; f++) {
         u32 v[4];
-        load_matrices<true>(v, slot + swizzled(row, 2 * f + half));
+        load_matrices<true>(v, from ^ (f * 32));
         mma<BF16>(a.o[f], v[0], v[1], v[2], v[3], p0, p1);
     }
     constexpr u32 one = BF16 ? 0x3F803F80u : 0x3C003C00u;
     mma<BF16>(a.p, one, 0, one, 0, p0, p1);
 }
 
-// Pages first, first + WARPS, ... of `count`, as attend_planes. The sums' units are those of the numbers.
-template <bool BF16>
-INLINE void attend_dense(Sums& a, const Query& q, const Warp& warp, const u8* arena, u32 stride, const int* frames, const u32* live,
-                         int live_stride, int first, int count) {
+// Pages first, first + WARPS, ... of `count`, as attend_planes; q_from: queries [group, D]. The sums' units are those of the numbers.
+template <bool OTHER, bool BF16>
+INLINE void attend_dense(Sums& a, const u16* q_from, int group, float qk_scale, const Warp& warp, const u8* arena, u32 stride, const u32* frames,
+                         const u32* live, int live_stride, int first, int count) {
     constexpr int AHEAD = PIECES - 1;
     const int lane = warp.lane;
-    Masks masks{live + (i64)first * live_stride, WARPS * live_stride, live ? count : 0};
-    const int* row = frames + (i64)first * DENSE_FRAMES + min(lane, DENSE_FRAMES - 1);
-    const auto ids = [&](int k) { return (u32)__ldg(row + (i64)min(k, count - 1) * (WARPS * DENSE_FRAMES)); };
-    const u8* from = fixed(arena);
-    const u32 ring = fixed(warp.ring);
-    u32 now = ids(0), next = ids(1), alive = masks.next(), slot = 0, free = AHEAD * PIECE;
-    const auto advance = [&]() {
-        free = slot;
-        slot = slot == AHEAD * PIECE ? 0 : slot + PIECE;
-    };
+    const u32* row = frames + (i64)first * DENSE_FRAMES + min(lane, DENSE_FRAMES - 1);
+    const auto look_up = [&](int k) { return __ldg(row + (i64)min(k, count - 1) * (WARPS * DENSE_FRAMES)); };
+    u32 now = look_up(0), next = look_up(1), alive[1], slot = 0, free = AHEAD * PIECE, p[1][4], q[D / 8];
+    Table<1, 1> masks(live + (i64)first * live_stride, live_stride, live_stride ? count : 0, lane);
+    load_dense_query<OTHER, BF16>(q, q_from, group, qk_scale < 0.0f, lane);
+    // a unit is positive, for a maximum is taken before it is applied
+    const float unit = fmaxf(fabsf(qk_scale), 1e-30f), units[2] = {unit, unit};
+    const u8* from = fixed(arena + lane * 16);
+    // the swizzle takes addresses that are aligned
+    const u32 ring = (warp.ring + 255) / 256 * 256;
+    const u32 to = fixed(ring + swizzled(lane / ROW_CHUNKS, lane % ROW_CHUNKS)), k_from = fixed(ring + swizzled(lane % 16, lane / 16)),
+              v_from = fixed(ring + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2));
     __syncwarp();
-    if constexpr (AHEAD > 0) fetch_piece<0>(ring, from, stride, now, lane), copies_commit();
-    if constexpr (AHEAD > 1) fetch_piece<1>(ring + PIECE, from, stride, now, lane), copies_commit();
-    if constexpr (AHEAD > 2) fetch_piece<2>(ring + 2 * PIECE, from, stride, now, lane), copies_commit();
+    fetch_piece<0>(to, from, stride, now, lane), copies_commit();
+    if constexpr (AHEAD > 1) fetch_piece<1>(to + PIECE, from, stride, now, lane), copies_commit();
+    if constexpr (AHEAD > 2) fetch_piece<2>(to + 2 * PIECE, from, stride, now, lane), copies_commit();
 #pragma unroll 1
     for (int k = 0; k < count; k++) {
-        const u32 bits = alive;
-        alive = masks.next();
-        float s[2][4] = {};
-        u32 p[4];
-        // waits for piece j of the page, and starts piece j + AHEAD
+        masks.take(alive);
+        const u32 dead = ~alive[0];
+        float s[1][2][4] = {};
+        // waits for piece j of the page, starts piece j + AHEAD, and says where piece j lies in the ring
         const auto step = [&](auto part) {
             constexpr int ahead = decltype(part)::value + AHEAD;
             copies_wait<AHEAD - 1>();
             __syncwarp();
-            if (ahead < 4 || k + 1 < count) fetch_piece<ahead % 4>(ring + free, from, stride, ahead < 4 ? now : next, lane);
+            if (ahead < 4 || k + 1 < count) fetch_piece<ahead % 4>(to + free, from, stride, ahead < 4 ? now : next, lane);
             copies_commit();
+            free = slot;
+            slot = slot == AHEAD * PIECE ? 0 : slot + PIECE;
+            return free;
         };
-        step(Index<0>{});
-        dense_scores<BF16>(s[0], q, ring + slot, lane);
-        advance();
-        step(Index<1>{});
-        dense_scores<BF16>(s[1], q, ring + slot, lane);
-        advance();
-        if (bits != ALL_LANES) keep<8>(s, bits >> (lane / 4));
-        probabilities<BF16>(p, a, s, q.unit, 0.0f, 0.0f);
-        step(Index<2>{});
-        if (bits != ALL_LANES) clear_dead(ring + slot, ~bits & 0xFFFF, lane);
-        dense_weigh<BF16>(a, p[0], p[1], ring + slot, lane);
-        advance();
-        step(Index<3>{});
-        if (bits != ALL_LANES) clear_dead(ring + slot, ~bits >> 16, lane);
-        dense_weigh<BF16>(a, p[2], p[3], ring + slot, lane);
-        advance();
+        dense_scores<BF16>(s[0][0], q, k_from + step(Index<0>{}));
+        dense_scores<BF16>(s[0][1], q, k_from + step(Index<1>{}));
+        if (dead) keep<8>(s[0], ~dead >> (lane / 4));
+        const float none[1][2] = {};
+        probabilities<BF16>(p, a, s, units, none);
+        const u32 lower = step(Index<2>{});
+        if (dead) clear_dead(ring + lower, dead & 0xFFFF, lane);
+        dense_weigh<BF16>(a, p[0][0], p[0][1], v_from + lower);
+        const u32 upper = step(Index<3>{});
+        if (dead) clear_dead(ring + upper, dead >> 16, lane);
+        dense_weigh<BF16>(a, p[0][2], p[0][3], v_from + upper);
         now = next;
-        next = ids(k + 2);
+        next = look_up(k + 2);
     }
 }

@@ -53,50 +53,56 @@ INLINE Merged merge_warps(u32 rings, u32 ring_bytes, int head, int lane) {
         const float share = exp2_fast(load_float(ring + STATS + head * 4) - a.m);
         a.total = fmaf(share, load_float(ring + STATS + 32 + head * 4), a.total);
         const u32 from = ring + (head * HEAD_FLOATS + lane * LANE_CHANNELS) * 4;
-        if constexpr (LANE_CHANNELS == 4) {
-            const uint4 x = load4(from);
-            a.x[0] = fmaf(share, __uint_as_float(x.x), a.x[0]), a.x[1] = fmaf(share, __uint_as_float(x.y), a.x[1]);
-            a.x[2] = fmaf(share, __uint_as_float(x.z), a.x[2]), a.x[3] = fmaf(share, __uint_as_float(x.w), a.x[3]);
-        } else {
-            const uint2 x = load2(from);
-            a.x[0] = fmaf(share, __uint_as_float(x.x), a.x[0]), a.x[1] = fmaf(share, __uint_as_float(x.y), a.x[1]);
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i += 2) {
+            const uint2 x = load2(from + i * 4);
+            a.x[i] = fmaf(share, __uint_as_float(x.x), a.x[i]), a.x[i + 1] = fmaf(share, __uint_as_float(x.y), a.x[i + 1]);
         }
     }
     return a;
 }
 
-INLINE void add_row(Merged& a, const float* row, float share) {
-    if constexpr (LANE_CHANNELS == 4) {
-        const float4 x = __ldcg((const float4*)row);
-        a.x[0] = fmaf(share, x.x, a.x[0]), a.x[1] = fmaf(share, x.y, a.x[1]);
-        a.x[2] = fmaf(share, x.z, a.x[2]), a.x[3] = fmaf(share, x.w, a.x[3]);
+// Past the L1 cache: another block wrote it
+template <int N>
+INLINE void load_row(float (&x)[N], const float* row) {
+    if constexpr (N == 4) {
+        const float4 y = __ldcg((const float4*)row);
+        x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
     } else {
-        const float2 x = __ldcg((const float2*)row);
-        a.x[0] = fmaf(share, x.x, a.x[0]), a.x[1] = fmaf(share, x.y, a.x[1]);
+        const float2 y = __ldcg((const float2*)row);
+        x[0] = y.x, x[1] = y.y;
     }
 }
 
 // One head of `count` rows of parts; part and stat point to the first row
 INLINE Merged merge_rows(const float* part, const float* stat, int count, int group, int head, int lane) {
+    constexpr int ROWS = 16;  // at a time
     Merged a = {};
     a.m = NOTHING;
-    for (int r = lane; r < count; r += 32) a.m = fmaxf(a.m, __ldcg(stat + r * 16 + head));
+#pragma unroll 1
+    for (int base = 0; base < count; base += ROWS) {
+        const int rows = min(ROWS, count - base);
+        const float m = lane < rows ? __ldcg(stat + (base + lane) * 16 + head) : NOTHING;
+        const float total = lane < rows ? __ldcg(stat + (base + lane) * 16 + 8 + head) : 0.0f;
+        float x[ROWS][LANE_CHANNELS];
 #pragma unroll
-    for (int i = 16; i; i /= 2) a.m = fmaxf(a.m, __shfl_xor_sync(ALL_LANES, a.m, i));
-    for (int base = 0; base < count; base += 32) {
-        const int mine = base + lane;
-        float share = 0.0f, total = 0.0f;
-        if (mine < count) {
-            share = exp2_fast(__ldcg(stat + mine * 16 + head) - a.m);
-            total = share * __ldcg(stat + mine * 16 + 8 + head);
+        for (int r = 0; r < ROWS; r++) load_row(x[r], part + ((i64)(base + min(r, rows - 1)) * group + head) * D + lane * LANE_CHANNELS);
+        float best = m;
+#pragma unroll
+        for (int i = ROWS / 2; i; i /= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, i));
+        best = fmaxf(a.m, __shfl_sync(ALL_LANES, best, 0));
+        const float alpha = exp2_fast(a.m - best), share = lane < rows ? exp2_fast(m - best) : 0.0f;
+        a.m = best;
+        a.total *= alpha;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS; i++) a.x[i] *= alpha;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const float w = __shfl_sync(ALL_LANES, share, r);
+            a.total = fmaf(w, __shfl_sync(ALL_LANES, total, r), a.total);
+#pragma unroll
+            for (int i = 0; i < LANE_CHANNELS; i++) a.x[i] = fmaf(w, x[r][i], a.x[i]);
         }
-#pragma unroll
-        for (int i = 16; i; i /= 2) total += __shfl_xor_sync(ALL_LANES, total, i);
-        a.total += total;
-        const float* row = part + ((i64)base * group + head) * D + lane * LANE_CHANNELS;
-        const int rows = min(32, count - base);
-#pragma unroll 8
-        for (int r = 0; r < rows; r++) add_row(a, row + (i64)r * group * D, __shfl_sync(ALL_LANES, share, r));
     }
     return a;
 }
@@ -136,11 +142,7 @@ INLINE void write_head(Merged a, const Output& to, i64 row, int lane) {
 }
 
 INLINE void write_part(const Merged& a, float* part, float* stat, int head, int lane) {
-    float* row = part + head * D + lane * LANE_CHANNELS;
-    if constexpr (LANE_CHANNELS == 4) {
-        *(float4*)row = make_float4(a.x[0], a.x[1], a.x[2], a.x[3]);
-    } else {
-        *(float2*)row = make_float2(a.x[0], a.x[1]);
-    }
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i += 2) *(float2*)(part + head * D + lane * LANE_CHANNELS + i) = make_float2(a.x[i], a.x[i + 1]);
     if (lane == 0) stat[head] = a.m, stat[8 + head] = a.total;
 }

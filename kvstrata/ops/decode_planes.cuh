@@ -2,27 +2,37 @@
 //     codes      a masked 16-bit word is an fp16 subnormal, a code * weight * 2**-24: one AND for two
 //     queries    q * 2**14 / (weight * factor), times K's scales page by page
 //     offsets    of K: a product with eight equal rows, steps * weight / 128; of V: rows of the product that sums p
-// Codes go from memory to shared memory page by page, several pages ahead, and from there to registers once. The metadata of a page
-// is decoded once, two or three words a lane, and shared out through shared memory in the order of the operands.
+// Codes go from memory to shared memory, pages ahead of their use, and from there to registers once. The metadata of a page is decoded
+// once, a few words a lane, and shared out through shared memory in the order of the operands. Two pages are attended at a time where
+// they fit: their chains of products do not wait for one another.
 
 constexpr int PLANE = 8 * D;            // bytes of a plane of one KV head
 constexpr int META = D + 32;            // bytes of metadata in a base frame
 constexpr int FRAME = PLANE + META;     // bytes of a frame of one KV head
-constexpr int DECODED = 4 * D + 128;    // bytes of a page's decoded metadata: K's scales, K's steps, V's scales and offsets
+constexpr int DECODED = 4 * D + 128;    // bytes of one page's decoded metadata: K's scales, K's steps, V's scales and offsets
+
 constexpr int MOST_STAGES = 6;
 
 template <int N>
-constexpr int stage_bytes() {
+constexpr int page_bytes() {
     return N * PLANE + 2 * META;
+}
+
+// Pages attended at a time: two where two stages of them fit
+template <int N>
+constexpr int pages_at_once() {
+    return RING / page_bytes<N>() >= 4 ? 2 : 1;
 }
 
 template <int N>
 constexpr int stages() {
-    return RING / stage_bytes<N>() < MOST_STAGES ? RING / stage_bytes<N>() : MOST_STAGES;
+    constexpr int fit = RING / (pages_at_once<N>() * page_bytes<N>());
+    return fit < MOST_STAGES ? fit : MOST_STAGES;
 }
 
 struct Warp {
-    u32 ring;  // address of its RING bytes, which DECODED bytes follow
+    u32 ring;     // address of its RING bytes, which 2 * DECODED bytes follow
+    u32 queries;  // of the block's queries, 16 D bytes: a quad of slots at a time, 16 bytes a lane
     int index, lane;
 };
 
@@ -37,9 +47,9 @@ struct Sources {
         : codes(fixed(arena + lane * 16)), metadata(fixed(arena + PLANE + lane * 16 - (lane < META / 16 ? 0 : META))) {}
 };
 
-// Starts the copies of a page to a stage: N planes, then the metadata of the first two frames. to: plus 16 bytes a lane
+// Starts the copies of a page: N planes, then the metadata of the first two frames. to: plus 16 bytes a lane
 template <int N>
-INLINE void fetch(u32 to, const Sources& from, u32 stride, const u32 (&frames)[N], int lane) {
+INLINE void fetch(u32 to, const Sources& from, u32 stride, const u32* frames, int lane) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
         const u8* codes = from.codes + (u64)frames[i] * stride;
@@ -49,11 +59,42 @@ INLINE void fetch(u32 to, const Sources& from, u32 stride, const u32 (&frames)[N
     if (lane < META / 8) copy16(to + N * PLANE, from.metadata + (u64)(lane < META / 16 ? frames[0] : frames[1]) * stride);
 }
 
-template <int N>
-INLINE void look_up(u32 (&frames)[N], const int* row) {
+// What a table says of a warp's pages, N words a page, looked up by the lanes together and far ahead: two batches of 32 / N pages.
+// The warp's pages are PAGES in a row, then those of the other warps, and so on.
+template <int N, int PAGES>
+struct Table {
+    static constexpr int BATCH = 32 / N;
+    const u32* row;  // of this lane's next look-up, and how many more pages there are from it on
+    int left, step;
+    u32 now, next, at;
+
+    // row: of the first page; `words` lie between one page and the next; without pages all words are ones
+    INLINE Table(const u32* row, int words, int count, int lane)
+        : row(row + (i64)(lane / N / PAGES * PAGES * WARPS + lane / N % PAGES) * words + lane % N), left(lane < BATCH * N ? count - lane / N : 0),
+          step(BATCH * WARPS * words), at(0) {
+        static_assert(BATCH % PAGES == 0, "a batch holds no half of what is taken at a time");
+        now = look_up();
+        next = look_up();
+    }
+
+    INLINE u32 look_up() {
+        const u32 word = left > 0 ? __ldg(row) : ALL_LANES;
+        row += step;
+        left -= BATCH;
+        return word;
+    }
+
+    INLINE void take(u32 (&words)[N * PAGES]) {
+        if (at == BATCH * N) {
+            now = next;
+            next = look_up();
+            at = 0;
+        }
 #pragma unroll
-    for (int i = 0; i < N; i++) frames[i] = (u32)__ldg(row + i);
-}
+        for (int i = 0; i < N * PAGES; i++) words[i] = __shfl_sync(ALL_LANES, now, at + i);
+        at += N * PAGES;
+    }
+};
 
 // ---- metadata ------------------------------------------------------------------------------------------------------------------
 
@@ -75,7 +116,7 @@ struct Places {
     u32 k_from, v_from, k_to, v_to;
     u32 k_unit, k_middle;  // of the field that its channels belong to
 
-    INLINE Places(u32 decoded, int lane, int k_planes) {
+    INLINE Places(u32 decoded, int lane, int k_planes, int page_bytes) {
         // stored: lane t of a quad, eight channels j, pair
         const int t = D == 128 ? lane / 16 * 2 : lane / 8, j = D == 128 ? lane % 16 : lane % 8;
         const int field = D == 128 ? j / 2 : j;
@@ -86,24 +127,30 @@ struct Places {
         k_unit = fixed(twice(512.0f * w));
         k_middle = fixed(twice(middle_of(k_planes) * w / 128.0f));
         const int s = lane % 16 / 4, i = lane % 4;
-        v_from = fixed(s / 2 * META + D + s % 2 * 16 + i * 4);
-        v_to = fixed(decoded + 4 * D + s / 2 * 64 + i * 16 + s % 2 * 8);
+        // lanes from 16 on: of the second page
+        v_from = fixed(s / 2 * META + D + s % 2 * 16 + i * 4 + lane / 16 * page_bytes);
+        v_to = fixed(decoded + 4 * D + s / 2 * 64 + i * 16 + s % 2 * 8 + lane / 16 * DECODED);
     }
 };
 
-// A stage's metadata -> decoded: K's scales and steps [D / 8 words a quad lane each], V's scales and offsets [4 pairs a quad lane]
-template <int V_PLANES>
-INLINE void decode_metadata(u32 metadata, const Places& at, int lane) {
-    if constexpr (D == 128) {
-        const u32 w0 = load(metadata + at.k_from), w1 = load(metadata + at.k_from + D / 2);
-        store(at.k_to, scales_of(w0), scales_of(w1));
-        store(at.k_to + 2 * D, steps_of(w0, at.k_unit, at.k_middle), steps_of(w1, at.k_unit, at.k_middle));
-    } else {
-        const u32 w = load(metadata + at.k_from);
-        store(at.k_to, scales_of(w));
-        store(at.k_to + 2 * D, steps_of(w, at.k_unit, at.k_middle));
+// Metadata of PAGES pages, page_bytes apart -> decoded, DECODED bytes apart: K's scales and steps [D / 8 words a quad lane each], V's
+// scales and offsets [4 pairs a quad lane]
+template <int V_PLANES, int PAGES>
+INLINE void decode_metadata(u32 metadata, const Places& at, int page_bytes, int lane) {
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) {
+        const u32 from = metadata + at.k_from + i * page_bytes, to = at.k_to + i * DECODED;
+        if constexpr (D == 128) {
+            const u32 w0 = load(from), w1 = load(from + D / 2);
+            store(to, scales_of(w0), scales_of(w1));
+            store(to + 2 * D, steps_of(w0, at.k_unit, at.k_middle), steps_of(w1, at.k_unit, at.k_middle));
+        } else {
+            const u32 w = load(from);
+            store(to, scales_of(w));
+            store(to + 2 * D, steps_of(w, at.k_unit, at.k_middle));
+        }
     }
-    if (lane < 16) {
+    if (PAGES == 2 || lane < 16) {
         const u32 w = load(metadata + at.v_from), s = scales_of(w);
         store(at.v_to, s, mul2(s, steps_of(w, 0x78007800u, twice(middle_of(V_PLANES) / 2))));  // 0x7800: 2**15
     }
@@ -171,12 +218,16 @@ INLINE void weigh(Sums& a, const u32 (&base)[V_WORDS], const u32 (&fine)[V_WORDS
     }
 }
 
-template <int PLANES>
-INLINE void all_scores(float (&s)[2][4], const u32 (&base)[K_WORDS], const u32 (&fine)[K_WORDS], const u32 (&q)[D / 8]) {
-    scores_of<PLANES, 0>(s, base, fine, q);
-    scores_of<PLANES, 2>(s, base, fine, q);
-    scores_of<PLANES, 1>(s, base, fine, q);
-    scores_of<PLANES, 3>(s, base, fine, q);
+template <int PLANES, int PAGES>
+INLINE void all_scores(float (&s)[PAGES][2][4], const u32 (&base)[PAGES][K_WORDS], const u32 (&fine)[PAGES][K_WORDS], const u32 (&q)[PAGES][D / 8]) {
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) scores_of<PLANES, 0>(s[i], base[i], fine[i], q[i]);
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) scores_of<PLANES, 2>(s[i], base[i], fine[i], q[i]);
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) scores_of<PLANES, 1>(s[i], base[i], fine[i], q[i]);
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) scores_of<PLANES, 3>(s[i], base[i], fine[i], q[i]);
 }
 
 template <int PLANES>
@@ -210,157 +261,123 @@ INLINE void quads(u32 (&w)[N], u32 from, u32 step) {
     }
 }
 
-// ---- a page --------------------------------------------------------------------------------------------------------------------
+// ---- pages ---------------------------------------------------------------------------------------------------------------------
 
 // Addresses of this lane's words: of K and of V from the start of a plane, and of a quad lane's decoded metadata.
 struct Readers {
-    u32 k, v, decoded;
-    int token;  // of block 0; block r: 2 r further
+    u32 k, v, decoded, queries;
+    u32 token;  // of block 0; block r: 2 r further
 
-    INLINE Readers(u32 decoded, int lane)
+    INLINE Readers(u32 decoded, u32 queries, int lane)
         : k(fixed((lane / 8 * 8 + lane / 4 % 2) * (D / 4) + lane % 4 * (D / 16))), v(fixed(lane * 16)), decoded(fixed(decoded + lane % 4 * 16)),
-          token(fixed(lane / 8 * 8 + lane / 4 % 2)) {}
+          queries(fixed(queries + lane * 16)), token(fixed(lane / 8 * 8 + lane / 4 % 2)) {}
 };
 
-template <int K_PLANES, int V_PLANES>
-INLINE void attend_page(Sums& a, const Query& q, u32 stage, const Places& places, const Readers& from, u32 live, int lane) {
-    constexpr int N = K_PLANES + V_PLANES;
-    decode_metadata<V_PLANES>(stage + N * PLANE, places, lane);
+// live: masks of the pages; unit: base-2 logits of one unit of the first product, of heads 2t and 2t + 1
+template <int K_PLANES, int V_PLANES, int PAGES>
+INLINE void attend_pages(Sums& a, const float (&unit)[2], u32 stage, const Places& places, const Readers& from, const u32 (&live)[PAGES], int lane) {
+    constexpr int N = K_PLANES + V_PLANES, PAGE = page_bytes<N>();
+    decode_metadata<V_PLANES, PAGES>(stage + N * PLANE, places, PAGE, lane);
     const u32 k = stage + from.k, v = stage + from.v + PLANE;
-    u32 base[K_WORDS], fine[K_WORDS];
-    k_words(base, k);
-    if constexpr (K_PLANES > 1) k_words(fine, k + 2 * PLANE);
+    u32 base[PAGES][K_WORDS], fine[PAGES][K_WORDS], scaled[PAGES][D / 8], p[PAGES][4];
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) {
+        k_words(base[i], k + i * PAGE);
+        if constexpr (K_PLANES > 1) k_words(fine[i], k + i * PAGE + 2 * PLANE);
+    }
     __syncwarp();
-    float s[2][4] = {}, offset[2][4] = {};
-    u32 scaled[D / 8];
+    float s[PAGES][2][4] = {}, offset[PAGES][2][4] = {}, start[PAGES][2];
 #pragma unroll
-    for (int i = 0; i < D / 8; i += 4) {
-        u32 scale[4], steps[4];
-        quads(scale, from.decoded + i * 16, 0);
-        quads(steps, from.decoded + 2 * D + i * 16, 0);
+    for (int e = 0; e < D / 8; e += 4) {
+        u32 q[4];
+        quads(q, from.queries + e * 128, 0);
 #pragma unroll
-        for (int j = 0; j < 4; j++) scaled[i + j] = mul2(scale[j], q.x[i + j]);
+        for (int i = 0; i < PAGES; i++) {
+            u32 scale[4], steps[4];
+            quads(scale, from.decoded + i * DECODED + e * 16, 0);
+            quads(steps, from.decoded + i * DECODED + 2 * D + e * 16, 0);
 #pragma unroll
-        for (int j = 0; j < 2; j++) mma<false>(offset[j], steps[0], steps[1], steps[2], steps[3], scaled[i + j], scaled[i + j + 2]);
+            for (int j = 0; j < 4; j++) scaled[i][e + j] = mul2(scale[j], q[j]);
+#pragma unroll
+            for (int j = 0; j < 2; j++) mma<false>(offset[i][j], steps[0], steps[1], steps[2], steps[3], scaled[i][e + j], scaled[i][e + j + 2]);
+        }
     }
     if constexpr (K_PLANES == 4) {
-        u32 high[K_WORDS], low[K_WORDS];
-        k_words(high, k + 4 * PLANE);
-        k_words(low, k + 6 * PLANE);
+        u32 high[PAGES][K_WORDS], low[PAGES][K_WORDS];
+#pragma unroll
+        for (int i = 0; i < PAGES; i++) k_words(high[i], k + i * PAGE + 4 * PLANE), k_words(low[i], k + i * PAGE + 6 * PLANE);
         all_scores<2>(s, high, low, scaled);
 #pragma unroll
-        for (int i = 0; i < 8; i++) s[i / 4][i % 4] *= 0.0625f;
+        for (int i = 0; i < 8 * PAGES; i++) s[i / 8][i / 4 % 2][i % 4] *= 0.0625f;
     }
     all_scores<(K_PLANES > 1 ? 2 : 1)>(s, base, fine, scaled);
-    if (live != ALL_LANES) keep<2>(s, live >> from.token);
-    u32 p[4], scaled_p[4], rows[8];
-    // 2**-17: steps are in units of 128, codes in units of 2**-24
-    probabilities<false>(p, a, s, q.unit, (offset[0][0] + offset[1][2]) * (q.unit[0] * 0x1p-17f), (offset[0][1] + offset[1][3]) * (q.unit[1] * 0x1p-17f));
-    quads(rows, from.decoded + 4 * D, 64);
-    constexpr u32 one = 0x3C003C00u;
 #pragma unroll
-    for (int r = 0; r < 4; r++) scaled_p[r] = mul2(p[r], rows[2 * r]);
-    mma<false>(a.p, one, rows[1], one, rows[3], p[0], p[1]);
-    mma<false>(a.p, one, rows[5], one, rows[7], p[2], p[3]);
-    u32 v_base[V_WORDS], v_fine[V_WORDS];
-    quads(v_base, v, 512);
-    if constexpr (V_PLANES > 1) quads(v_fine, v + 2 * PLANE, 512);
-    all_weigh<(V_PLANES > 1 ? 2 : 1)>(a, v_base, v_fine, scaled_p);
-    if constexpr (V_PLANES == 4) {
-        quads(v_base, v + 4 * PLANE, 512);
-        quads(v_fine, v + 6 * PLANE, 512);
+    for (int i = 0; i < PAGES; i++) {
+        if (live[i] != ALL_LANES) keep<2>(s[i], live[i] >> from.token);
+        // 2**-17: steps are in units of 128, codes in units of 2**-24
 #pragma unroll
-        for (int r = 0; r < 4; r++) scaled_p[r] = mul2(scaled_p[r], 0x2C002C00u);  // 1 / 16
-        all_weigh<2>(a, v_base, v_fine, scaled_p);
+        for (int j = 0; j < 2; j++) start[i][j] = (offset[i][0][j] + offset[i][1][j + 2]) * (unit[j] * 0x1p-17f);
+    }
+    probabilities<false>(p, a, s, unit, start);
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) {
+        u32 rows[8], scaled_p[4], v_base[V_WORDS], v_fine[V_WORDS];
+        quads(rows, from.decoded + i * DECODED + 4 * D, 64);
+        constexpr u32 one = 0x3C003C00u;
+#pragma unroll
+        for (int r = 0; r < 4; r++) scaled_p[r] = mul2(p[i][r], rows[2 * r]);
+        mma<false>(a.p, one, rows[1], one, rows[3], p[i][0], p[i][1]);
+        mma<false>(a.p, one, rows[5], one, rows[7], p[i][2], p[i][3]);
+        quads(v_base, v + i * PAGE, 512);
+        if constexpr (V_PLANES > 1) quads(v_fine, v + i * PAGE + 2 * PLANE, 512);
+        all_weigh<(V_PLANES > 1 ? 2 : 1)>(a, v_base, v_fine, scaled_p);
+        if constexpr (V_PLANES == 4) {
+            quads(v_base, v + i * PAGE + 4 * PLANE, 512);
+            quads(v_fine, v + i * PAGE + 6 * PLANE, 512);
+#pragma unroll
+            for (int r = 0; r < 4; r++) scaled_p[r] = mul2(scaled_p[r], 0x2C002C00u);  // 1 / 16
+            all_weigh<2>(a, v_base, v_fine, scaled_p);
+        }
     }
 }
 
-// Frames of pages in turn, and their masks, one page ahead of where they are needed. left: how many pages may still be looked up
-template <int N>
-struct Table {
-    const int* row;
-    u32 frames[N];
-    int left;
-
-    INLINE void next() {
-        if (left-- > 0) {
-            look_up<N>(frames, row);
-            row += WARPS * N;
-        }
-    }
-};
-
-struct Masks {
-    const u32* at;
-    int stride, left;
-
-    INLINE u32 next() {
-        u32 mask = ALL_LANES;
-        if (left-- > 0) {
-            mask = __ldg(at);
-            at += stride;
-        }
-        return mask;
-    }
-};
-
-// Pages first, first + WARPS, ... of `count` of one sequence. frames: of its page 0, K_PLANES + V_PLANES a page; live: its masks for
-// this KV head, live_stride words apart, or nullptr.
+// `count` pages of one sequence, pages_at_once in a row from `first` on, then as many WARPS - 1 times further, ... frames: of its page 0,
+// K_PLANES + V_PLANES a page; live: its masks for this KV head, live_stride words apart, or 0: all live.
 template <int K_PLANES, int V_PLANES>
-INLINE void attend_planes(Sums& a, const Query& q, const Warp& warp, const u8* arena, u32 stride, const int* frames, const u32* live,
+INLINE void attend_planes(Sums& a, const float (&unit)[2], const Warp& warp, const u8* arena, u32 stride, const u32* frames, const u32* live,
                           int live_stride, int first, int count) {
-    constexpr int N = K_PLANES + V_PLANES, STAGE = stage_bytes<N>(), STAGES = stages<N>();
-    static_assert(STAGES >= 1, "RING holds no page");
-    const Places places(warp.ring + RING, warp.lane, K_PLANES);
-    const Readers readers(warp.ring + RING, warp.lane);
+    constexpr int N = K_PLANES + V_PLANES, PAGES = pages_at_once<N>(), STAGE = PAGES * page_bytes<N>(), STAGES = stages<N>(), AHEAD = STAGES - 1;
+    static_assert(STAGES >= 2, "RING holds no two stages");
+    Table<N, PAGES> table(frames + (i64)first * N, N, count, warp.lane);
+    Table<1, PAGES> masks(live + (i64)first * live_stride, live_stride, live_stride ? count : 0, warp.lane);
+    const Places places(warp.ring + RING, warp.lane, K_PLANES, page_bytes<N>());
+    const Readers readers(warp.ring + RING, warp.queries, warp.lane);
     const Sources sources(arena, warp.lane);
-    Table<N> table{frames + (i64)first * N, {}, count};
-    Masks masks{live + (i64)first * live_stride, WARPS * live_stride, live ? count : 0};
-    u32 alive = masks.next();
+    const u32 to = fixed(warp.ring + warp.lane * 16);
+    u32 stage = STAGE, free = 0;
     __syncwarp();
-    if constexpr (STAGES == 1) {
+    // page that is attended; the first AHEAD rounds only fetch
 #pragma unroll 1
-        for (int k = 0; k < count; k++) {
-            table.next();
-            fetch<N>(warp.ring + warp.lane * 16, sources, stride, table.frames, warp.lane);
-            copies_commit();
-            copies_wait<0>();
-            __syncwarp();
-            const u32 now = alive;
-            alive = masks.next();
-            attend_page<K_PLANES, V_PLANES>(a, q, warp.ring, places, readers, now, warp.lane);
-            __syncwarp();
+    for (int page = -AHEAD * PAGES; page < count; page += PAGES) {
+        copies_wait<AHEAD - 1>();
+        // every lane's copies have arrived, and every lane is done with the stage before
+        __syncwarp();
+        const int left = count - (page + AHEAD * PAGES);
+        if (left > 0) {
+            u32 ids[N * PAGES];
+            table.take(ids);
+            fetch<N>(to + free, sources, stride, ids, warp.lane);
+            if (PAGES > 1 && left > 1) fetch<N>(to + free + page_bytes<N>(), sources, stride, ids + N, warp.lane);
         }
-    } else {
-        constexpr int AHEAD = STAGES - 1;
-        u32 early[AHEAD][N];
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            table.next();
-#pragma unroll
-            for (int i = 0; i < N; i++) early[k][i] = table.frames[i];
+        copies_commit();
+        if (page >= 0) {
+            u32 alive[PAGES];
+            masks.take(alive);
+            // the last page may be alone
+            if (PAGES > 1 && page + 1 == count) alive[PAGES - 1] = 0;
+            attend_pages<K_PLANES, V_PLANES, PAGES>(a, unit, warp.ring + stage, places, readers, alive, warp.lane);
         }
-        table.next();
-        const u32 ring = fixed(warp.ring), to = fixed(warp.ring + warp.lane * 16);
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            if (k < count) fetch<N>(to + k * STAGE, sources, stride, early[k], warp.lane);
-            copies_commit();
-        }
-        u32 stage = 0, free = AHEAD * STAGE;
-#pragma unroll 1
-        for (int k = count; k > 0; k--) {
-            copies_wait<STAGES - 2>();
-            // every lane's copies have arrived, and every lane is done with the stage before
-            __syncwarp();
-            if (k > AHEAD) fetch<N>(to + free, sources, stride, table.frames, warp.lane);
-            copies_commit();
-            table.next();
-            const u32 now = alive;
-            alive = masks.next();
-            attend_page<K_PLANES, V_PLANES>(a, q, ring + stage, places, readers, now, warp.lane);
-            free = stage;
-            stage = stage == AHEAD * STAGE ? 0 : stage + STAGE;
-        }
+        free = stage;
+        stage = stage == AHEAD * STAGE ? 0 : stage + STAGE;
     }
 }

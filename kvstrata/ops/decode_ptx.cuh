@@ -87,15 +87,15 @@ INLINE float exp2_fast(float x) {
     return out;
 }
 
-// The same value, which the compiler cannot compute anew: it stays in a register.
+// The same value, which the compiler cannot compute anew where it is needed: it stays in a register. All lanes call it together.
 INLINE u32 fixed(u32 x) {
-    asm volatile("mov.u32 %0, %0;" : "+r"(x));
+    asm volatile("{.reg .u32 lane; mov.u32 lane, %%laneid; shfl.sync.idx.b32 %0, %0, lane, 31, -1;}" : "+r"(x));
     return x;
 }
 
 INLINE const u8* fixed(const u8* x) {
-    asm volatile("mov.u64 %0, %0;" : "+l"(x));
-    return x;
+    const u64 y = (u64)x;
+    return (const u8*)((u64)fixed((u32)(y >> 32)) << 32 | fixed((u32)y));
 }
 
 // ---- shared memory, by address -------------------------------------------------------------------------------------------------
@@ -121,6 +121,10 @@ INLINE uint4 load4(u32 from) {
 INLINE void store(u32 to, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 
 INLINE void store(u32 to, u32 x, u32 y) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(x), "r"(y) : "memory"); }
+
+INLINE void store(u32 to, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
 
 // 16 bytes from global to shared memory, past the L1 cache
 INLINE void copy16(u32 to, const u8* from) {

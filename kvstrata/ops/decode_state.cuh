@@ -16,11 +16,6 @@ struct Sums {
     float m[2];
 };
 
-struct Query {
-    u32 x[D / 8];   // pairs of channels of head g: operands b of the product
-    float unit[2];  // base-2 logits of one unit of the first product, of heads 2t and 2t + 1
-};
-
 // what a field counts too much once it is isolated: 1, 16, 1, 16, 4, 64, 4, 64
 constexpr int weight(int field) { return (field % 2 ? 16 : 1) * (field >= 4 ? 4 : 1); }
 
@@ -48,13 +43,17 @@ INLINE void to_codes(Sums& a) {
         for (int i = 0; i < 4; i++) a.o[f][i] *= (float)weight(field_of(f, i / 2)) * (1.0f / VALUE_OF_CODE);
 }
 
-template <bool BF16>
-INLINE void exponentials(u32 (&p)[4], const float (&s)[2][4], const float (&unit)[2], float base0, float base1) {
+template <bool BF16, int PAGES>
+INLINE void exponentials(u32 (&p)[PAGES][4], const float (&s)[PAGES][2][4], const float (&unit)[2], const float (&start)[PAGES][2], const Sums& a) {
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-        const float a = exp2_fast(fmaf(s[r / 2][r % 2 * 2], unit[0], base0));
-        const float b = exp2_fast(fmaf(s[r / 2][r % 2 * 2 + 1], unit[1], base1));
-        p[r] = pack<BF16>(a, b);
+    for (int i = 0; i < PAGES; i++) {
+        const float base0 = start[i][0] + (P_BITS - a.m[0]), base1 = start[i][1] + (P_BITS - a.m[1]);
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const float x = exp2_fast(fmaf(s[i][r / 2][r % 2 * 2], unit[0], base0));
+            const float y = exp2_fast(fmaf(s[i][r / 2][r % 2 * 2 + 1], unit[1], base1));
+            p[i][r] = pack<BF16>(x, y);
+        }
     }
 }
 
@@ -65,20 +64,25 @@ INLINE float max_of_rows(float x) {
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 16));
 }
 
-// Logits unit * s + start of a page's 32 tokens -> probabilities, pairs of heads; raises the reference, and rescales the sums, where
-// one is too large. s: block r of eight rows in s[r / 2][r % 2 * 2 ..].
-template <bool BF16>
-INLINE void probabilities(u32 (&p)[4], Sums& a, const float (&s)[2][4], const float (&unit)[2], float start0, float start1) {
-    exponentials<BF16>(p, s, unit, start0 + (P_BITS - a.m[0]), start1 + (P_BITS - a.m[1]));
+// Logits unit * s + start of the 32 tokens of each page -> probabilities, as operands b of the product over tokens; raises the
+// reference, and rescales the sums, where one is too large. s: block r of eight rows in s[..][r / 2][r % 2 * 2 ..].
+template <bool BF16, int PAGES>
+INLINE void probabilities(u32 (&p)[PAGES][4], Sums& a, const float (&s)[PAGES][2][4], const float (&unit)[2], const float (&start)[PAGES][2]) {
+    exponentials<BF16>(p, s, unit, start, a);
     // they are not negative, so that their bits are in order; 2**15 and more, up to infinity and NaN, set the highest bit
     constexpr u32 bias = BF16 ? 0x39003900u : 0x08000800u;
-    const u32 top = max_unsigned2(max_unsigned2(p[0], p[1]), max_unsigned2(p[2], p[3])) + bias;
-    if (__any_sync(ALL_LANES, (top & 0x80008000u) != 0)) {
+    u32 top = 0;
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) top = max_unsigned2(top, max_unsigned2(max_unsigned2(p[i][0], p[i][1]), max_unsigned2(p[i][2], p[i][3])));
+    if (__any_sync(ALL_LANES, (top + bias & 0x80008000u) != 0)) {
         float alpha[2];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            const float best = max_of_rows(fmaxf(fmaxf(s[0][j], s[0][j + 2]), fmaxf(s[1][j], s[1][j + 2])));
-            const float m = fmaxf(a.m[j], fmaf(best, unit[j], j ? start1 : start0));
+            float m = a.m[j];
+#pragma unroll
+            for (int i = 0; i < PAGES; i++)
+                m = fmaxf(m, fmaf(fmaxf(fmaxf(s[i][0][j], s[i][0][j + 2]), fmaxf(s[i][1][j], s[i][1][j + 2])), unit[j], start[i][j]));
+            m = max_of_rows(m);
             alpha[j] = exp2_fast(a.m[j] - m);
             a.m[j] = m;
         }
@@ -88,10 +92,12 @@ INLINE void probabilities(u32 (&p)[4], Sums& a, const float (&s)[2][4], const fl
             for (int i = 0; i < 4; i++) a.o[f][i] *= alpha[i % 2];
 #pragma unroll
         for (int i = 0; i < 4; i++) a.p[i] *= alpha[i % 2];
-        exponentials<BF16>(p, s, unit, start0 + (P_BITS - a.m[0]), start1 + (P_BITS - a.m[1]));
+        exponentials<BF16>(p, s, unit, start, a);
     }
 #pragma unroll
-    for (int r = 0; r < 4; r++) p[r] = transpose8(p[r]);
+    for (int i = 0; i < PAGES; i++)
+#pragma unroll
+        for (int r = 0; r < 4; r++) p[i][r] = transpose8(p[i][r]);
 }
 
 // -inf where a token's bit is cleared. live: shifted so that bit STEP * r is the token of this lane's row in block r
