@@ -29,11 +29,11 @@ app = typer.Typer(
 out, err = (Console(stderr=stderr, markup=False, emoji=False, highlight=False) for stderr in (False, True))
 
 Model = Annotated[str, typer.Option(help="Folder, hub id, or smollm2, qwen05, qwen15.")]
-Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role, triaxial.")]
+Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role, triaxial, hyquant.")]
 TierName = Annotated[str | None, typer.Option(help="Tier of policies that take one: INT2, INT3, INT4, INT8, BF16.")]
 Budget = Annotated[float | None, typer.Option(help="Real bits per KV element, everything counted; instead of --tier.")]
 Codec = Annotated[str, typer.Option(help="planes, or a paper's layout: kivi, triaxial, hyquant, hyquant-fp, fp8, int8.")]
-Window = Annotated[int, typer.Option(help="Tokens of the recent window's aligned group, kept at BF16.")]
+Window = Annotated[int | None, typer.Option(help="Tokens of the recent window's aligned group, kept at BF16; default: the policy's.")]
 DenseType = Annotated[str | None, typer.Option(help="What BF16 pages hold: bfloat16, float16, float32.")]
 Traces = Annotated[str, typer.Option(help="JSONL of {messages, tools}, bfcl:multi_turn_base[:N], bfcl:memory:student[:N], recall[:TURNS].")]
 
@@ -88,7 +88,9 @@ def load_model(name: str) -> tuple[Any, Any]:
         raise fail(error, 1) from error
 
 
-def make_setting(policy: str, tier: str | None, budget_bits: float | None, codec: str, window: int, dense_dtype: str | None) -> "Setting":
+def make_setting(
+    policy: str, tier: str | None, budget_bits: float | None, codec: str, window: int | None, dense_dtype: str | None
+) -> "Setting":
     """A setting, its names checked. Raises ValueError naming the accepted ones."""
     from kvstrata.eval.results import Setting
     from kvstrata.ops.codecs import CODECS, make_codec
@@ -127,7 +129,7 @@ def evaluate_command(
     tier: TierName = None,
     budget_bits: Budget = None,
     codec: Codec = "planes",
-    window: Window = 64,
+    window: Window = None,
     protocol: Annotated[str, typer.Option(help="turns: as a session runs; oneshot: one prefill, the last 400 tokens scored.")] = "turns",
     needles: Annotated[int, typer.Option(help="Facts planted in each conversation that asks nothing itself; 0 for none.")] = 5,
     dense_dtype: DenseType = None,
@@ -287,7 +289,7 @@ def chat(
     tier: TierName = None,
     budget_bits: Budget = None,
     codec: Codec = "planes",
-    window: Window = 64,
+    window: Window = None,
     system: Annotated[str, typer.Option(help="System message.")] = "You are a helpful assistant.",
     max_new_tokens: Annotated[int, typer.Option(help="Longest reply.", min=1)] = 256,
 ) -> None:

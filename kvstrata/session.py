@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
-from kvstrata.policy import POLICIES, Budget, BudgetTooSmallError, Signals, make_policy
+from kvstrata.policy import POLICIES, Budget, BudgetTooSmallError, Signals, make_policy, recent_window
 from kvstrata.store.layout import Layout
 from kvstrata.store.store import Store
 from kvstrata.tagging.calls import parse_reply
@@ -70,7 +70,8 @@ class Session:
     conversation, which counts as BUDGET_HORIZON tokens while it is shorter; where the recent window alone takes more, the policy's
     cheapest plan stands in.
     codec, window, dense_dtype, capacity_tokens: of the store made for this session; store: share this one instead (sessions of one
-    model then reuse each other's prefixes). dense_dtype defaults to bfloat16, and to the model's own type for policy "full".
+    model then reuse each other's prefixes). window defaults to the policy's (64, triaxial: 0), dense_dtype to bfloat16, and to the model's
+    own type for policy "full".
 
     Raises ValueError for an unknown policy, setting, tier or codec, an unsupported model, and a budget below the policy's floor.
     After an error in a turn the session holds what it held before the turn.
@@ -85,7 +86,7 @@ class Session:
         *,
         policy_settings: Mapping[str, Any] | None = None,
         codec: str = "planes",
-        window: int = 64,
+        window: int | None = None,
         dense_dtype: str | None = None,
         capacity_tokens: int | None = None,
         store: Store | None = None,
@@ -96,6 +97,7 @@ class Session:
                 dense_dtype = str(model.dtype).removeprefix("torch.")
             if capacity_tokens is not None and capacity_tokens < 1:
                 raise ValueError(f"capacity_tokens is {capacity_tokens}; it must be at least 1")
+            window = recent_window(policy) if window is None else window
             capacity = capacity_tokens or min(getattr(model.config, "max_position_embeddings", 32768), 32768)
             store = Store(store_config(model, capacity, codec=codec, window=window, dense_dtype=dense_dtype), model.device)
         self.store = store

@@ -18,14 +18,14 @@ from kvstrata.types import Tier
 class Setting:
     """How the cache is stored.
 
-    tier: for the policies that take one. dense_dtype: of BF16 pages; None = the session's choice. options: further settings of the policy.
+    tier: for the policies that take one. window, dense_dtype: None = the session's choice. options: further settings of the policy.
     """
 
     policy: str = "uniform"
     tier: Tier | None = None
     budget_bits: float | None = None
     codec: str = "planes"
-    window: int = 64
+    window: int | None = None
     dense_dtype: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
 

@@ -34,7 +34,7 @@ SOURCES = (("bfcl:multi_turn_base", (0, 2)), ("bfcl:multi_turn_long_context", (0
 MEMORY_MESSAGES, MEMORY_QUESTIONS = 30, 8
 """A memory conversation is cut to its first messages and to questions that they answer."""
 BITS = 3.0
-BEST = "ours to INT4, 3.0"
+BEST, WIDE = "ours to INT4, 3.0", "ours, 3.0, window of 64"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def make_rows(own: str, published: str, others: dict[str, str]) -> list[Row]:
     rows = [
         Row("comparison", "ours, 3.0", triaxial(BITS, profile=own)),
         Row("comparison", BEST, triaxial(BITS, profile=own, tiers=(2, 3, 4))),
+        Row("comparison", WIDE, replace(triaxial(BITS, profile=own), window=64)),
         Row("comparison", "uniform, 3.0", Setting(budget_bits=BITS)),
+        Row("comparison", "uniform, 3.0, no window", Setting(budget_bits=BITS, window=0)),
         Row("comparison", "uniform, 3.2", Setting(budget_bits=3.2)),
         Row("comparison", kivi, Setting(tier=Tier.INT2, codec="kivi")),
         Row("comparison", "ours at KIVI's bits", triaxial(None, profile=own), kivi),

@@ -33,6 +33,11 @@ POLICIES: dict[str, type[Full | Uniform | Window | ByRole | TriAxial | HyQuant]]
 }
 
 
+def recent_window(name: str) -> int:
+    """Tokens of the aligned group of the recent window that a policy wants where its user says nothing: 64, or the policy's own WINDOW."""
+    return int(getattr(POLICIES.get(name), "WINDOW", 64))
+
+
 def make_policy(name: str, **settings: Any) -> Policy:
     """Policy of a name, with its settings. Raises ValueError, naming the accepted ones, for an unknown name, setting or value."""
     if name not in POLICIES:
@@ -49,4 +54,4 @@ def make_policy(name: str, **settings: Any) -> Policy:
         raise ValueError(f"policy {name!r} does not take {given}: {error}") from error
 
 
-__all__ = ["POLICIES", "Budget", "BudgetTooSmallError", "Plan", "Policy", "Signals", "make_policy"]
+__all__ = ["POLICIES", "Budget", "BudgetTooSmallError", "Plan", "Policy", "Signals", "make_policy", "recent_window"]

@@ -8,6 +8,7 @@ paper's. Looks at tags and positions only; attention is not seen, but for the pr
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,8 @@ class TriAxial:
     """
 
     name = "triaxial"
+    WINDOW: ClassVar[int] = 0
+    """None: four BF16 pages cost as much as a plane for half of a context of 4,000 tokens, and the profile weighs new pages itself."""
 
     profile: str = "default"
     tiers: tuple[Tier, ...] = QUANTIZED

@@ -9,34 +9,14 @@ from kvstrata.tagging import Tagger, tag_ids, tag_messages
 from kvstrata.tagging.template import reader
 from tests.tagging.real_templates import fetch
 
-NAMES = [
-    "ByteDance-Seed-OSS",
-    "GLM-4.6",
-    "GigaChat3-10B-A1.8B",
-    "Kimi-K2-Instruct",
-    "LFM2-8B-A1B",
-    "MiMo-VL",
-    "MiniMax-M2",
-    "Mistral-Small-3.2-24B-Instruct-2506",
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-    "Qwen-QwQ-32B",
-    "Qwen-Qwen2.5-7B-Instruct",
-    "Qwen-Qwen3-0.6B",
-    "Qwen3-Coder",
-    "Qwen3.5-4B",
-    "StepFun3.5-Flash",
-    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
-    "deepseek-ai-DeepSeek-V3.1",
-    "deepseek-ai-DeepSeek-V4",
-    "google-gemma-2-2b-it",
-    "google-gemma-4-31B-it-interleaved",
-    "ibm-granite-granite-4.0",
-    "meta-llama-Llama-3.1-8B-Instruct",
-    "microsoft-Phi-3.5-mini-instruct",
-    "mistralai-Mistral-Nemo-Instruct-2407",
-    "openai-gpt-oss-120b",
-    "unsloth-mistral-Devstral-Small-2507",
-]
+UNREADABLE = {
+    "Apriel-1.6-15b-Thinker-fixed": "an answer opens as a thought does, and nothing but its own words says which it is",
+    "HuggingFaceTB-SmolLM3-3B": "drops tool calls, and writes a tool's result exactly as a user's message",
+    "NVIDIA-Nemotron-Nano-v2": "a last message of the assistant opens as a thought does",
+    "fireworks-ai-llama-3-firefunction-v2": "needs a variable beyond messages and tools",
+}
+"""Templates of the collection whose text does not say what its tokens are, and why."""
+NAMES = sorted({path.stem for path in fetch().glob("*.jinja")} - set(UNREADABLE))
 SPECIAL = re.compile(
     r"<[|｜][^<>\n{}'\"]{1,40}[|｜]>|</?(?:think|tool_call|tool_response|tools?_result|seed:[a-z_]+|minimax:[a-z_]+|observation)>"
     r"|\[/?[A-Z][A-Z_]{2,30}\]|<(?:start|end)_of_turn>|<bos>|<eos>|</?s>|\]~!?b?\[|\[e~\["
@@ -152,9 +132,18 @@ def test_each_content_has_its_role_and_both_entrances_agree(real):
     assert rendered >= 1
 
 
+def takes_no_tools(tokenizer):
+    try:
+        tokenizer.apply_chat_template(CONVERSATIONS["no system"][0], tokenize=False)
+    except TypeError:
+        return False
+    return True
+
+
 def test_token_by_token_is_the_same(real):
-    messages, tools = CONVERSATIONS["no system"]
-    ids = tag_messages(real, messages, tools).token_ids
+    # some templates read the tools without asking whether there are any
+    tools = None if takes_no_tools(real) else TOOLS
+    ids = tag_messages(real, CONVERSATIONS["no system"][0], tools).token_ids
     tagger = Tagger(real)
     for token in ids:
         tagger.extend([token])
