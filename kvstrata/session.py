@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
 from kvstrata.policy import POLICIES, Budget, BudgetTooSmallError, Signals, make_policy, recent_window
 from kvstrata.store.layout import Layout
+from kvstrata.store.queries import NONE
 from kvstrata.store.store import Store
 from kvstrata.tagging.calls import parse_reply
 from kvstrata.tagging.template import Tagged, tag_ids, tag_messages
@@ -48,6 +49,8 @@ class TurnReport:
     """Tokens kept as anchors, a layer and KV head on average."""
     anchors_promoted: int = 0
     """Of those: made of planes, whose loss stays."""
+    bytes_queries: int = 0
+    """Of bytes_stored, but not in bits_per_element: the newest queries, by which anchors are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +201,12 @@ class Session:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of this conversation's frames, and of sliding-window layers outside the store."""
-        return self.frames_in_use * self.layout.frame_bytes + self._cache.sliding_bytes
+        """Bytes of this conversation's frames, of the queries that choose anchors, and of sliding-window layers outside the store."""
+        return self.frames_in_use * self.layout.frame_bytes + self._query_bytes + self._cache.sliding_bytes
+
+    @property
+    def _query_bytes(self) -> int:
+        return self.store.queries.ring_bytes if self._cache.sequence_ids and self._sequence.ring != NONE else 0
 
     @property
     def peak_bytes(self) -> int:
@@ -242,9 +249,10 @@ class Session:
                 self._cache.crop(min(common, last) - len(stored))
         else:
             self._spans, self._known = spans, len(token_ids)
-            sequence_id = self.store.add_sequence()
+            plan = self._plan(token_ids)
+            sequence_id = self.store.add_sequence(plan)
             # pages coarser than any of ours are not taken from a neighbour: "full" stays full
-            self.store.match_prefix(sequence_id, token_ids, min(self._plan(token_ids).tiers))
+            self.store.match_prefix(sequence_id, token_ids, min(plan.tiers))
             self._cache.adopt(sequence_id)
         self._spans, self._known = spans, len(token_ids)
         return int(self._sequence.num_tokens)
@@ -263,7 +271,8 @@ class Session:
     def _plan(self, token_ids: list[int]) -> Plan:
         spans, n = self._spans_of(token_ids), len(token_ids)
         held = tuple(page.tier for page in self._sequence.pages[: self._sequence.settled]) if self._cache.sequence_ids else ()
-        signals = Signals(current_turn=max((s.turn for s in spans), default=0), held=held)
+        window = -(-n // PAGE_SIZE) - self.store.first_window_page(n)
+        signals = Signals(current_turn=max((s.turn for s in spans), default=0), held=held, window_pages=window)
         if self.budget_bits is None:
             return self.policy.plan(spans, n, signals)
         try:
@@ -327,7 +336,8 @@ class Session:
             bytes_bf16=self.layout.bf16_bytes(len(token_ids)), bits_per_element=self.bits_per_element, reused_tokens=reused,
             new_tokens=len(token_ids) - reused, seconds=seconds,
             anchors=self._per_head(sum(page.tokens for page in self._sequence.anchors)),
-            anchors_promoted=self._per_head(self._sequence.promoted),
+            anchors_promoted=self._per_head(sum(page.promoted for page in self._sequence.anchors)),
+            bytes_queries=self._query_bytes,
         )  # fmt: skip
         self.reports.append(report)
         return report

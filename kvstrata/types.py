@@ -103,12 +103,15 @@ def check_score(score: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Anchors:
     """Tokens that each layer and KV head keeps at `tier`, chosen by the newest queries' attention (ops/score.py): at most `count` for each
-    layer and head. refresh: they are chosen anew once that many tokens came since they were chosen; 0: never, once they are there."""
+    layer and head. refresh: they are chosen anew once that many tokens came since they were chosen, and by each step of several tokens, as
+    a turn begins with; 0: never, once they are there. alone: of quantized pages nothing else is attended, which is an ablation, for
+    no bytes are freed."""
 
     count: int
     tier: Tier = Tier.BF16
     score: str = "mass"
     refresh: int = 64
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 0:

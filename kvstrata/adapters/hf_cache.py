@@ -267,21 +267,32 @@ class StrataCache(Cache):
 
     def attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [B, Hq, T, D], k, v [B, H, T, D] of the chunk -> out [B, T, Hq, D]; rows of padding are 0."""
-        if self._step is None:
-            raise RuntimeError("no forward pass is open: call the attached model itself, not a part of it, and give it this cache")
+        step, layer = self._open_step, self._store_layer[layer_idx]
         b, hq, t, d = q.shape
-        q, k, v = (x.transpose(1, 2).reshape(b * t, -1, d) for x in (q, k, v))
-        rows = self._rows
-        if not self._all_rows:
-            q, k, v = q[rows], k[rows], v[rows]
-        layer = self._store_layer[layer_idx]
-        out = attend(self.store, self._step, layer, q, k, v, scale)
-        self._step.write(layer, k, v, q, scale)
+        q, k, v = map(self._packed, (q, k, v))
+        out = attend(self.store, step, layer, q, k, v, scale)
+        step.write(layer, k, v, q, scale)
         if not self._all_rows:
             full = out.new_zeros(b * t, hq, d)
-            full[rows] = out
+            full[self._rows] = out
             out = full
         return out.view(b, t, hq, d)
+
+    def write(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        """Store a chunk whose attention nobody wants; arguments as of `attention`."""
+        q, k, v = map(self._packed, (q, k, v))
+        self._open_step.write(self._store_layer[layer_idx], k, v, q, scale)
+
+    @property
+    def _open_step(self) -> Step:
+        if self._step is None:
+            raise RuntimeError("no forward pass is open: call the attached model itself, not a part of it, and give it this cache")
+        return self._step
+
+    def _packed(self, x: Tensor) -> Tensor:
+        """x [B, H, T, D] -> its rows of real tokens, [N, H, D]."""
+        x = x.transpose(1, 2).flatten(0, 1)
+        return x if self._all_rows else x[self._rows]
 
     def sliding_attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Dense attention of a sliding-window layer: k, v [B, H, S, D], the window and the chunk."""

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvstrata
-from kvstrata.calibrate.capture import captured
+from kvstrata.adapters.capture import captured
 from kvstrata.calibrate.distortion import Losses, make_views, measure_layer
 from kvstrata.ops.codecs import make_codec
 from kvstrata.policy.profile import MEASURES, NUM_BINS, Profile

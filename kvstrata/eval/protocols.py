@@ -7,6 +7,7 @@ Questions, where there are some, are asked at the end in both, one after another
 Knows nothing of how results are summed up or shown.
 """
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvstrata.adapters.capture import captured
 from kvstrata.adapters.hf import cache_keyword
 from kvstrata.eval.conversation import Asked, Conversation, context_end
 from kvstrata.eval.metrics import Comparison, Scores, log_probs
-from kvstrata.eval.replay import Prefill, recorded
+from kvstrata.eval.replay import Prefill, Recorder, recorded
 from kvstrata.types import Role
 
 PROTOCOLS = ("turns", "oneshot")
@@ -88,11 +90,13 @@ def run_reference(model: PreTrainedModel, task: Task) -> Reference:
         ids = task.conversation.token_ids[start:end]
         wanted = task.rows(start, end)
         kept = -min(wanted, default=-1)
-        out = model(torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=kept, **{cache_keyword(model): cache})
+        seen = Recorder()
+        with captured(model, seen.see) if start == 0 else contextlib.nullcontext():
+            out = model(torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=kept, **{cache_keyword(model): cache})
         if wanted:
             rows.append(log_probs(out.logits[0, wanted].cpu()))
         if start == 0:
-            prefill = recorded(cache, ids, out.logits.float(), time.perf_counter() - started)
+            prefill = recorded(cache, seen, ids, out.logits.float(), time.perf_counter() - started)
         start = end
     return Reference(torch.cat(rows), prefill, time.perf_counter() - started)
 

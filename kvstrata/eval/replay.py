@@ -19,20 +19,35 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvstrata.adapters.hf import cache_keyword
+from kvstrata.ops.score import NUM_QUERIES
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """keys, values: a layer each, [1, H, tokens, D], keys after RoPE. logits: float32 [1, kept, vocab] of the last positions."""
+    """keys, values: a layer each, [1, H, tokens, D], keys after RoPE. queries: a layer each, of the last tokens, [Hq, NUM_QUERIES or fewer,
+    D], and scale, of q·k: what chooses anchors. logits: float32 [1, kept, vocab] of the last positions."""
 
     token_ids: tuple[int, ...]
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    queries: tuple[Tensor, ...]
+    scale: float
     logits: Tensor
     seconds: float
 
 
-def recorded(cache: DynamicCache, token_ids: list[int], logits: Tensor, seconds: float) -> Prefill | None:
+class Recorder:
+    """Sees a forward pass's attention (adapters/capture.py) and keeps the newest queries."""
+
+    def __init__(self) -> None:
+        self.queries: dict[int, Tensor] = {}
+        self.scale = 1.0
+
+    def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        self.queries[layer], self.scale = q[:, -NUM_QUERIES:].clone(), scale
+
+
+def recorded(cache: DynamicCache, seen: Recorder, token_ids: list[int], logits: Tensor, seconds: float) -> Prefill | None:
     """What the first chunk left in transformers' own cache; None for models with sliding-window layers, which keep only a part."""
     n = len(token_ids)
     keys, values = [], []
@@ -41,7 +56,8 @@ def recorded(cache: DynamicCache, token_ids: list[int], logits: Tensor, seconds:
             return None
         keys.append(layer.keys[:, :, :n].clone())
         values.append(layer.values[:, :, :n].clone())
-    return Prefill(tuple(token_ids), tuple(keys), tuple(values), logits, seconds)
+    queries = tuple(seen.queries[i] for i in range(len(keys)))
+    return Prefill(tuple(token_ids), tuple(keys), tuple(values), queries, seen.scale, logits, seconds)
 
 
 @contextlib.contextmanager
@@ -57,9 +73,10 @@ def replayed(model: PreTrainedModel, prefill: Prefill | None) -> Iterator[None]:
     def forward(input_ids: Tensor, logits_to_keep: int = 0, **kwargs: Any) -> CausalLMOutputWithPast:
         if tuple(input_ids[0].tolist()) != prefill.token_ids or not 0 < logits_to_keep <= prefill.logits.shape[1]:
             return original(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
-        for i, (k, v) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
-            # the output is not wanted: one query head for each KV head is the least that stores the chunk
-            kwargs[keyword].attention(i, torch.zeros_like(k), k, v, 1.0)
+        for i, (k, v, q) in enumerate(zip(prefill.keys, prefill.values, prefill.queries, strict=True)):
+            # attention's output is not wanted; of the queries only the newest are, by which anchors are chosen
+            older = q.new_zeros(q.shape[0], k.shape[2] - q.shape[1], q.shape[2])
+            kwargs[keyword].write(i, torch.cat([older, q], 1)[None], k, v, prefill.scale)
         return CausalLMOutputWithPast(logits=prefill.logits[:, -logits_to_keep:])
 
     model.forward = forward

@@ -17,11 +17,13 @@ class BudgetTooSmallError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Signals:
     """current_turn: the newest user turn. mass: attention mass of each page, if it was measured (any scale, one number a page).
-    held: tiers of the pages that are stored already, from the first on; none of them can rise, so bytes for that are better spent."""
+    held: tiers of the pages that are stored already, from the first on; none of them can rise, so bytes for that are better spent.
+    window_pages: pages at the end that are BF16 whatever the plan says; a budget says so too."""
 
     current_turn: int = 0
     mass: tuple[float, ...] | None = None
     held: tuple[Tier, ...] = ()
+    window_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

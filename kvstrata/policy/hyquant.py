@@ -3,6 +3,7 @@
 The share of anchors is the plan's; which tokens they are, each layer and KV head chooses by the newest queries (ops/score.py).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,8 @@ from kvstrata.types import PAGE_SIZE, Anchors, Plan, Span, Tier
 class HyQuant:
     """rho: share of the body's tokens that are anchors (the paper: 0.05). tier: of the body; without meaning under a budget, which pays for
     anchors first. anchor_tier: BF16, or INT8 for half the bytes. score: mass (softmax) or linear (the paper's proxy). refresh: tokens
-    after which anchors are chosen anew; 0 keeps the first choice (Algorithm 4). sinks, tiers: as for `uniform`."""
+    after which anchors are chosen anew, as they are when a turn begins; 0 keeps the first choice (Algorithm 4). alone: the rest of the
+    body is not attended, the paper's ablation. sinks, tiers: as for `uniform`."""
 
     name = "hyquant"
 
@@ -24,6 +26,7 @@ class HyQuant:
     anchor_tier: Tier = Tier.BF16
     score: str = "mass"
     refresh: int = 64
+    alone: bool = False
     sinks: int = 1
     tiers: tuple[Tier, ...] = QUANTIZED
 
@@ -43,8 +46,10 @@ class HyQuant:
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan:
         """Under a budget: anchors for their share of the body, then `uniform` with what is left."""
         pages = num_pages(num_tokens, budget)
-        body = range(min(self.sinks, pages), pages) if budget is None else budget.body(self.sinks)
-        anchors = Anchors(round(self.rho * len(body) * PAGE_SIZE), self.anchor_tier, self.score, self.refresh)
+        body = max(0, pages - self.sinks - (signals.window_pages if budget is None else budget.window_pages))
+        # a share of something is never nothing
+        count = math.ceil(self.rho * body * PAGE_SIZE)
+        anchors = Anchors(count, self.anchor_tier, self.score, self.refresh, self.alone)
         inner = Uniform(self.tier, self.sinks, self.tiers)
         if budget is None:
             return replace(inner.plan(spans, num_tokens, signals), anchors=anchors)

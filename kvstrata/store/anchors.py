@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvstrata.ops import dense
-from kvstrata.ops.score import NUM_QUERIES, column_scores
+from kvstrata.ops.score import column_scores
 from kvstrata.ops.write import write_pages
 from kvstrata.store.gathered import EMPTY, Gathered
 from kvstrata.store.page import Page, Sequence
@@ -28,11 +28,18 @@ def eligible(pages: list[Page]) -> NDArray[np.bool_]:
     return ((live[:, None] >> np.arange(PAGE_SIZE, dtype=np.uint32)) & 1).astype(bool).ravel()
 
 
-def is_due(s: Sequence, anchors: Anchors, num_tokens: int) -> bool:
-    """Whether a step that settles pages, at the end of which there are `num_tokens`, chooses anew."""
+def is_due(s: Sequence, anchors: Anchors, new: int, settles: bool, interval: int) -> bool:
+    """Whether a step of `new` tokens chooses anchors anew. settles: whether pages leave the window in it, as they do every `interval`
+    tokens. No more than anchors.refresh tokens ever pass between choices, and a turn, a step of several tokens, begins with one."""
+    if not anchors.count:
+        return False
     if not s.anchors:
-        return True
-    return bool(anchors.refresh) and num_tokens - s.chosen_at >= anchors.refresh
+        return settles or new > 1
+    if not anchors.refresh:
+        return False
+    since = s.num_tokens + new - s.chosen_at
+    # what settles is whole for the last time: a choice that would fall due before pages settle again is made now
+    return new > 1 or since >= anchors.refresh or (settles and since + interval > anchors.refresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +71,14 @@ class AnchorJob:
     ) -> None:
         self._store, self.sequence, self._anchors, self._rows, self.frames = store, s, anchors, rows, frames
         self.num_tokens = s.num_tokens + rows.stop - rows.start
-        self._eligible = torch.from_numpy(eligible(pages[:settled]))
-        c = store.config
-        self._positions = np.full((c.num_layers, c.num_kv_heads, len(frames) * PAGE_SIZE), EMPTY, np.int32)
-        self.promoted = 0
+        device, candidates = store.arena.buffer.device, eligible(pages[:settled])
+        self._count = min(anchors.count, int(candidates.sum()))
+        self._barred = torch.from_numpy(~candidates).to(device)
+        self._frames = torch.tensor(frames, dtype=torch.int32, device=device)
+        # by layer: positions int64 and whether they were whole, bool, [H, count] each; fetched from the device once, at the end
+        self._chosen: dict[int, tuple[Tensor, Tensor]] = {}
         # where the step finds what is stored: full precision in BF16 pages and anchors, planes elsewhere
-        self._old = [_Stored.of(tier, s.pages, store.arena.buffer.device) for tier in sorted({p.tier for p in s.pages if p.frames})]
+        self._old = [_Stored.of(tier, s.pages, device) for tier in sorted({p.tier for p in s.pages if p.frames})]
 
     @staticmethod
     def num_pages(anchors: Anchors, pages: list[Page], settled: int) -> int:
@@ -78,61 +87,62 @@ class AnchorJob:
 
     def choose(self, layer: int, arena: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         """Choose one layer's anchors and write them. q [T, Hq, D] the newest queries, the chunk's k, v [N, H, D] as they are stored."""
-        keys, values, exact, there = self._contents(layer, arena, k, v)
-        score = column_scores(q, keys, scale, self._anchors.score, there)[:, : len(self._eligible)]
-        score.masked_fill_(~self._eligible.to(score.device), -torch.inf)
-        count = min(self._anchors.count, int(self._eligible.sum()))
-        best = score.topk(count, dim=1).indices  # [H, count]
+        keys, values, whole, there = self._contents(layer, arena, k, v)
+        score = column_scores(q, keys, scale, self._anchors.score, there)[:, : len(self._barred)]
+        best = score.masked_fill_(self._barred, -torch.inf).topk(self._count, dim=1).indices  # [H, count]
         slots = len(self.frames) * PAGE_SIZE
         index = best.T[:, :, None].expand(-1, -1, keys.shape[-1])
         # a head's empty slots repeat its first anchor, so that they widen no group's range
-        picked = [
-            torch.cat([x, x[:1].expand(slots - count, -1, -1)]).unflatten(0, (-1, PAGE_SIZE))
+        k, v = (
+            torch.cat([x, x[:1].expand(slots - self._count, -1, -1)]).unflatten(0, (-1, PAGE_SIZE))
             for x in (keys.gather(0, index), values.gather(0, index))
-        ]
-        frames = torch.tensor(self.frames, dtype=torch.int32, device=arena.device)
+        )
         tier = self._anchors.tier
         if tier is Tier.BF16:
-            arena[frames.long()] = dense.to_frames(picked[0], picked[1], arena.shape[-1])
+            arena[self._frames.long()] = dense.to_frames(k, v, arena.shape[-1])
         else:
-            write_pages(arena, frames, picked[0], picked[1], tier, encode=self._store.layout.encode)
-        self._positions[layer, :, :count] = best.cpu().numpy()
-        self.promoted += int((~exact.T.gather(1, best)).sum())
+            write_pages(arena, self._frames, k, v, tier, encode=self._store.layout.encode)
+        self._chosen[layer] = best, whole.T.gather(1, best)
 
     def _contents(self, layer: int, arena: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All tokens' K and V [n, H, D] in the pages' dtype, which of them [n, H] are in full precision, and which are there at all."""
+        """All tokens' K and V [n, H, D] in the pages' dtype, which of them [n, H] never were in planes, and which are there at all."""
         s, (_, h, d) = self.sequence, k.shape
         keys, values = (x.new_zeros(self.num_tokens, h, d) for x in (k, v))
-        exact = torch.zeros(self.num_tokens, h, dtype=torch.bool, device=k.device)
-        there = torch.zeros_like(exact)
+        whole = torch.zeros(self.num_tokens, h, dtype=torch.bool, device=k.device)
+        there = torch.zeros_like(whole)
         for old in self._old:
             for out, x in zip((keys, values), self._store.read_pages(arena, old.frames, old.tier), strict=True):
                 out[old.positions] = x.flatten(0, 1)[old.tokens].to(out.dtype)
-            exact[old.positions], there[old.positions] = old.tier is Tier.BF16, True
+            whole[old.positions], there[old.positions] = old.tier is Tier.BF16, True
         for page in s.anchors:
-            self._overlay(layer, arena, page, keys, values, exact)
+            at, heads, kept = overlay(self._store, layer, arena, page, keys, values)
+            whole[at, heads] = kept
         new = slice(s.num_tokens, self.num_tokens)
-        keys[new], values[new], exact[new], there[new] = k[self._rows], v[self._rows], True, True
-        return keys, values, exact, there
-
-    def _overlay(self, layer: int, arena: Tensor, page: Gathered, keys: Tensor, values: Tensor, exact: Tensor) -> None:
-        """What an anchor page holds of its tokens is nearer to the truth than their planes."""
-        frames = torch.tensor([page.frames], dtype=torch.int32, device=arena.device)
-        head, slot = np.nonzero(page.positions[layer] != EMPTY)
-        heads, slots = (torch.from_numpy(x).to(keys.device) for x in (head, slot))
-        at = torch.from_numpy(page.positions[layer][head, slot].astype(np.int64)).to(keys.device)
-        for out, x in zip((keys, values), self._store.read_pages(arena, frames, page.tier), strict=True):
-            out[at, heads] = x[0][slots, heads].to(out.dtype)
-        exact[at, heads] = page.tier is Tier.BF16
+        keys[new], values[new], whole[new], there[new] = k[self._rows], v[self._rows], True, True
+        return keys, values, whole, there
 
     def finish(self) -> list[Gathered]:
         """The anchor pages, once every layer has chosen."""
+        c, slots = self._store.config, len(self.frames) * PAGE_SIZE
+        positions = np.full((c.num_layers, c.num_kv_heads, slots), EMPTY, np.int32)
+        whole = np.zeros(positions.shape, np.bool_)
+        for out, i in ((positions, 0), (whole, 1)):
+            out[:, :, : self._count] = torch.stack([self._chosen[layer][i] for layer in range(c.num_layers)]).cpu().numpy()
         at = [slice(i * PAGE_SIZE, (i + 1) * PAGE_SIZE) for i in range(len(self.frames))]
-        return [Gathered(self._anchors.tier, f, self._positions[:, :, i].copy()) for f, i in zip(self.frames, at, strict=True)]
+        pages = zip(self.frames, at, strict=True)
+        return [Gathered(self._anchors.tier, f, positions[:, :, i].copy(), whole[:, :, i].copy()) for f, i in pages]
 
 
-def newest_queries(s: Sequence, layer: int, q: Tensor) -> Tensor:
-    """The newest queries of a layer, those of the chunk, q [T, Hq, D], included."""
-    old = s.queries.get(layer)
-    q = q[-NUM_QUERIES:]
-    return (q if old is None or len(q) == NUM_QUERIES else torch.cat([old.to(q.device), q])[-NUM_QUERIES:]).detach().clone()
+def overlay(
+    store: "Store", layer: int, arena: Tensor, page: Gathered, keys: Tensor, values: Tensor, first: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put what an anchor page holds over keys, values [n, H, D] of the positions from `first` on: it is nearer to the truth than planes.
+    -> rows and KV heads, int64, of what was put there, and which of it never was in planes."""
+    positions = page.positions[layer]
+    head, slot = np.nonzero((positions >= first) & (positions < first + len(keys)))
+    of = positions[head, slot].astype(np.int64) - first
+    rows, heads, slots, whole = (torch.from_numpy(x).to(keys.device) for x in (of, head, slot, page.whole[layer][head, slot]))
+    frames = torch.tensor([page.frames], dtype=torch.int32, device=arena.device)
+    for out, x in zip((keys, values), store.read_pages(arena, frames, page.tier), strict=True):
+        out[rows, heads] = x[0][slots, heads].to(out.dtype)
+    return rows, heads, whole

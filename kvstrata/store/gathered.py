@@ -14,16 +14,23 @@ EMPTY = -1
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
     """A page of picked tokens. positions int32 [layers, KV heads, 32]: of the token in each slot of each head, or EMPTY. Attention does
-    not care for their order; slots are filled from the most wanted token on."""
+    not care for their order; slots are filled from the most wanted token on. whole: bool of the same shape, whether the token was picked
+    while its K and V were at hand in full precision; others were made of planes, and what those had lost stays lost."""
 
     tier: Tier
     frames: tuple[int, ...]
     positions: NDArray[np.int32]
+    whole: NDArray[np.bool_]
 
     @property
     def tokens(self) -> int:
         """Over layers and heads."""
         return int((self.positions != EMPTY).sum())
+
+    @property
+    def promoted(self) -> int:
+        """Tokens, over layers and heads, that were made of planes."""
+        return self.tokens - int(self.whole.sum())
 
     @property
     def live(self) -> NDArray[np.uint32]:
@@ -47,4 +54,4 @@ def keep(page: Gathered, kept: NDArray[np.bool_]) -> Gathered:
     """The page without tokens at positions that `kept` [positions] does not name."""
     inside = (page.positions != EMPTY) & (page.positions < len(kept))
     stays = inside & kept[np.where(inside, page.positions, 0)] if len(kept) else inside
-    return Gathered(page.tier, page.frames, np.where(stays, page.positions, EMPTY).astype(np.int32))
+    return Gathered(page.tier, page.frames, np.where(stays, page.positions, EMPTY).astype(np.int32), page.whole & stays)

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from kvstrata.store.gathered import Gathered
+from kvstrata.store.queries import NONE
 from kvstrata.types import PAGE_SIZE, Plan, Tier
 
 FULL = (1 << PAGE_SIZE) - 1
@@ -44,10 +43,10 @@ class Sequence:
     """Pages of tokens that are attended here and not where they came from."""
     chosen_at: int = 0
     """Tokens that there were when the anchors were chosen."""
-    promoted: int = 0
-    """Anchors, over layers and heads, that were made of planes, when they were last chosen: their lost planes stay lost."""
-    queries: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, the newest queries [T <= 64, Hq, D] of a sequence that has anchors."""
+    ring: int = NONE
+    """Where the newest queries of a sequence that chooses anchors lie (store/queries.py)."""
+    queries_from: int = 0
+    """First position whose query is in the ring; from there on all are."""
 
     @property
     def num_tokens(self) -> int:

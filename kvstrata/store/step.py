@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from kvstrata.ops import dense, quant
+from kvstrata.ops.score import NUM_QUERIES
 from kvstrata.ops.write import settle_pages, write_dense, write_pages
-from kvstrata.store.anchors import AnchorJob, is_due, newest_queries
-from kvstrata.store.arena import DEAD_SLOT
+from kvstrata.store.anchors import AnchorJob, is_due
+from kvstrata.store.arena import DEAD_SLOT, OutOfFramesError
 from kvstrata.store.page import FULL, Page, Sequence
+from kvstrata.store.queries import NONE
 from kvstrata.types import PAGE_SIZE, Tier
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ class _Change:
     pages: list[Page]
     settled: int
     anchors: AnchorJob | None = None
-    queries: dict[int, Tensor] = field(default_factory=dict)
+    ring: int = NONE
+    queries_from: int = 0
 
 
 class Step:
@@ -57,19 +60,37 @@ class Step:
         self._written: set[int] = set()
         # once to count the frames, once to place them: they are had all together or not at all
         self._new: list[int] = []
-        self._needed = 0
-        self._plan_all(token_ids)
-        self._new = store.allocate(self._needed)
+        self._choosing = True
+        try:
+            self._new = store.allocate(self._count(token_ids))
+        except OutOfFramesError:
+            if not self._chooses:
+                raise
+            # without frames for other anchors those that are there stay
+            self._choosing = False
+            self._new = store.allocate(self._count(token_ids))
         self._pool = iter(self._new)
         self._plan_all(token_ids)
         self._finish_jobs()
+        self._plan_queries()
 
     @property
     def reserved(self) -> list[int]:
         """Frames that the step holds."""
         return self._new
 
+    @property
+    def rings(self) -> list[int]:
+        """Rings of queries that the step holds."""
+        return [change.ring for change in self._changes if change.ring not in (NONE, change.sequence.ring)]
+
     # planning, on the host
+
+    def _count(self, token_ids: list[list[int]]) -> int:
+        """Frames that the step needs."""
+        self._needed, self._chooses = 0, False
+        self._plan_all(token_ids)
+        return self._needed
 
     def _plan_all(self, token_ids: list[list[int]]) -> None:
         self._changes: list[_Change] = []
@@ -95,16 +116,41 @@ class Step:
         for p in range(s.settled, -(-after // PAGE_SIZE)):
             pages.append(self._plan_page(s, p, settled, before, after, row))
         change = _Change(s, ids, s.settled, pages, settled)
-        change.anchors = self._plan_anchors(s, s.pages[: s.settled] + pages, settled, slice(row, row + len(ids)))
+        change.anchors = self._plan_anchors(change, slice(row, row + len(ids)))
         self._changes.append(change)
 
-    def _plan_anchors(self, s: Sequence, pages: list[Page], settled: int, rows: slice) -> AnchorJob | None:
-        wanted = s.plan.anchors
-        after = s.num_tokens + rows.stop - rows.start
-        if wanted is None or settled == s.settled or not is_due(s, wanted, after):
+    def _plan_anchors(self, change: _Change, rows: slice) -> AnchorJob | None:
+        s, wanted, new = change.sequence, change.sequence.plan.anchors, len(change.token_ids)
+        settles, interval = change.settled != s.settled, self._store.config.window or PAGE_SIZE
+        if wanted is None or not new or not self._choosing or not is_due(s, wanted, new, settles, interval):
             return None
-        frames = [self._allocate(self._store.layout.frames(wanted.tier)) for _ in range(AnchorJob.num_pages(wanted, pages, settled))]
-        return AnchorJob(self._store, s, wanted, pages, settled, rows, frames) if frames else None
+        pages = s.pages[: s.settled] + change.pages
+        num_pages = AnchorJob.num_pages(wanted, pages, change.settled)
+        frames = [self._allocate(self._store.layout.frames(wanted.tier)) for _ in range(num_pages)]
+        self._chooses |= bool(frames)
+        return AnchorJob(self._store, s, wanted, pages, change.settled, rows, frames) if frames and self._new else None
+
+    def _plan_queries(self) -> None:
+        """Where the chunk's newest queries go. A ring that another sequence reads too, or that is replaced whole, stays as it is."""
+        queries = self._store.queries
+        rings: list[int] = []
+        places: list[int] = []
+        rows: list[int] = []
+        for change, end in zip(self._changes, self.cu_seqlens[1:], strict=True):
+            s, new, anchors = change.sequence, len(change.token_ids), change.sequence.plan.anchors
+            if anchors is None or (s.anchors and not anchors.refresh):
+                continue
+            kept, after = min(new, NUM_QUERIES), s.num_tokens + new
+            change.ring, change.queries_from = s.ring, max(s.queries_from, after - NUM_QUERIES)
+            if s.ring == NONE or kept == NUM_QUERIES:
+                change.ring, change.queries_from = queries.take(), after - kept
+            elif queries.shared(s.ring):
+                change.ring = queries.copy(s.ring)
+            rings += [change.ring] * kept
+            places += [p % NUM_QUERIES for p in range(after - kept, after)]
+            rows += range(end - kept, end)
+        device = self._store.arena.buffer.device
+        self._queries = torch.tensor([rings, places, rows], device=device) if rows else None
 
     def _plan_page(self, s: Sequence, p: int, settled: int, before: int, after: int, row: int) -> Page:
         old = s.pages[p] if p < len(s.pages) else None
@@ -215,19 +261,16 @@ class Step:
         if self._append:
             frames, tokens, rows = self._append_to
             write_dense(arena, frames, tokens, k[rows.long()], v[rows.long()])
-        self._write_anchors(layer, arena, q, k, v, scale)
-        self._written.add(layer)
-
-    def _write_anchors(self, layer: int, arena: Tensor, q: Tensor | None, k: Tensor, v: Tensor, scale: float) -> None:
-        for i, change in enumerate(self._changes):
-            if change.sequence.plan.anchors is None:
-                continue
+        if self._queries is not None:
             if q is None:
-                raise ValueError(f"sequence {change.sequence.id} has anchors, which queries choose; write needs them too")
-            newest = newest_queries(change.sequence, layer, q[self.cu_seqlens[i] : self.cu_seqlens[i + 1]])
-            change.queries[layer] = newest
+                raise ValueError("a sequence of the step has anchors, which queries choose; write needs them too")
+            rings, places, rows = self._queries
+            store.queries.write(layer, rings, places, q[rows])
+        for change in self._changes:
             if change.anchors is not None:
+                newest = store.queries.read(layer, change.ring, change.queries_from, change.anchors.num_tokens)
                 change.anchors.choose(layer, arena, newest, k, v, scale)
+        self._written.add(layer)
 
     def _source(self, arena: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ks, vs = [], []
@@ -270,12 +313,15 @@ class Step:
                 arena.release([i for i in page.frames if i not in kept])
             s.pages[change.first :] = change.pages
             s.token_ids += change.token_ids
-            s.settled, s.version = change.settled, s.version + (change.settled != change.first)
-            s.queries = change.queries
+            s.settled, s.version = change.settled, s.version + (change.settled != change.first or change.anchors is not None)
+            if change.ring != s.ring:
+                self._store.queries.drop(s.ring)
+            s.ring, s.queries_from = change.ring, change.queries_from
             if change.anchors is not None:
                 for old in s.anchors:
                     arena.release(old.frames)
-                s.anchors, s.promoted, s.chosen_at = change.anchors.finish(), change.anchors.promoted, s.num_tokens
+                s.anchors, s.chosen_at = change.anchors.finish(), s.num_tokens
+            self._store.forget_queries(s)
             self._store.publish(s, change.first)
         self._store.step_ended(self)
 
@@ -284,4 +330,11 @@ class Step:
         if self.open:
             self.open = False
             self._store.arena.release(self._new)
+            for change in self._changes:
+                s = change.sequence
+                if change.ring != s.ring:
+                    self._store.queries.drop(change.ring)
+                elif s.ring != NONE:
+                    # the oldest queries may have been overwritten
+                    s.queries_from = max(s.queries_from, s.num_tokens + len(change.token_ids) - NUM_QUERIES)
             self._store.step_ended(self)

@@ -10,12 +10,13 @@ from torch import Tensor
 from kvstrata.config import StoreConfig
 from kvstrata.ops import dense
 from kvstrata.ops.write import read_dense
-from kvstrata.store.anchors import eligible
+from kvstrata.store.anchors import eligible, overlay
 from kvstrata.store.arena import Arena, OutOfFramesError
 from kvstrata.store.gathered import Gathered, keep
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Page, Sequence
 from kvstrata.store.prefix import PrefixIndex, page_key
+from kvstrata.store.queries import NONE, Queries
 from kvstrata.store.step import Step
 from kvstrata.store.tables import TableBuilder
 from kvstrata.types import PAGE_SIZE, Plan, Tier
@@ -35,6 +36,7 @@ class Store:
         self.arena = Arena(self.layout, config.num_frames, torch.device(device))
         self.tables = TableBuilder(torch.device(device))
         self.prefix = PrefixIndex(self.arena)
+        self.queries = Queries(config.num_layers, self.dense_dtype, torch.device(device))
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count(1)
         self._epochs = itertools.count(1)
@@ -77,7 +79,8 @@ class Store:
         s = self.sequence(sequence_id)
         twin = dataclasses.replace(
             s, id=next(self._ids), token_ids=list(s.token_ids), pages=list(s.pages), keys=list(s.keys), anchors=list(s.anchors),
-            queries=dict(s.queries),
+            # an open step writes into the ring
+            ring=NONE if self._step is not None and s in self._step.sequences else self.queries.share(s.ring),
         )  # fmt: skip
         for frames in s.held:
             self.arena.retain(frames)
@@ -89,6 +92,7 @@ class Store:
         s = self._check_idle(sequence_id, "release")
         del self._sequences[sequence_id]
         self.tables.forget(sequence_id)
+        self.queries.drop(s.ring)
         return sum(map(self.arena.release, s.held))
 
     def match_prefix(self, sequence_id: int, token_ids: list[int], min_tier: Tier = Tier.EVICTED) -> int:
@@ -114,7 +118,18 @@ class Store:
         s.pages, s.keys, s.settled = list(found), keys[: len(found)], len(found)
         s.token_ids = token_ids[: len(found) * PAGE_SIZE]
         s.version += 1
+        self._adopt_anchors(s)
         return s.num_tokens
+
+    def _adopt_anchors(self, s: Sequence) -> None:
+        """Take over the anchors of a sequence whose pages s has taken: they hold what the planes have lost. s chooses its own later."""
+        donors = [d for d in self._sequences.values() if d.anchors and d.settled >= s.settled and d.pages[: s.settled] == s.pages]
+        if s.plan.anchors is None or not s.settled or not donors:
+            return
+        s.anchors = list(donors[-1].anchors)
+        for page in s.anchors:
+            self.arena.retain(page.frames)
+        self._keep_anchors(s)
 
     @property
     def _codec_name(self) -> str:
@@ -195,6 +210,7 @@ class Store:
         s = self._check_idle(sequence_id, "replan")
         self._check_plan(plan)
         s.plan = plan
+        self.forget_queries(s)
         before = self.arena.free
         for p in range(s.settled):
             page = s.pages[p]
@@ -216,17 +232,19 @@ class Store:
         wanted = 0 if s.plan.anchors is None else -(-s.plan.anchors.count // PAGE_SIZE)
         live = eligible(s.pages[: s.settled])
         kept = [keep(page, live) for page in s.anchors[:wanted]]
-        for page in s.anchors[wanted:]:
+        if sum(page.tokens for page in kept) == sum(page.tokens for page in s.anchors):
+            return
+        gone = s.anchors[wanted:] + [page for page in kept if not page.tokens]
+        s.anchors = [page for page in kept if page.tokens]
+        for page in gone:
             self.arena.release(page.frames)
-        s.anchors = []
-        for page in kept:
-            if page.live.any():
-                s.anchors.append(page)
-            else:
-                self.arena.release(page.frames)
         s.version += 1
-        if not s.anchors:
-            s.promoted = 0
+
+    def forget_queries(self, s: Sequence) -> None:
+        """Let go of queries that will choose no anchors any more."""
+        if s.plan.anchors is None or (s.anchors and not s.plan.anchors.refresh):
+            self.queries.drop(s.ring)
+            s.ring = NONE
 
     def _demote(self, page: Page, tier: Tier, live: int) -> Page:
         if tier is Tier.EVICTED:
@@ -278,6 +296,9 @@ class Store:
                 self.arena.buffer[:, frames] = 0
                 if page.frames:
                     content = [self.read_pages(arena, self._frames_tensor(page), page.tier) for arena in self.arena.buffer]
+                    for anchors in s.anchors:
+                        for layer, (k, v) in enumerate(content):
+                            overlay(self, layer, self.arena.buffer[layer], anchors, k[0], v[0], whole * PAGE_SIZE)
                     self._put(frames, content, Tier.BF16)
                 tail = [Page(Tier.BF16, tuple(frames), live)]
         elif rest:
@@ -287,8 +308,7 @@ class Store:
         s.pages[whole:] = tail
         s.token_ids = s.token_ids[:num_tokens]
         s.settled, s.keys, s.version = min(s.settled, whole), s.keys[:whole], s.version + 1
-        # of queries that are forgotten nobody knows which they were
-        s.queries, s.chosen_at = {}, min(s.chosen_at, num_tokens)
+        s.queries_from, s.chosen_at = min(s.queries_from, num_tokens), min(s.chosen_at, num_tokens)
         self._keep_anchors(s)
 
     # books
@@ -323,6 +343,9 @@ class Store:
         if self._step is not None:
             np.add.at(references, self._step.reserved, 1)
         self.arena.check_integrity(references)
+        rings = [s.ring for s in self.sequences] + (self._step.rings if self._step is not None else [])
+        held = [rings.count(i) for i in range(len(self.queries.ref_counts))]
+        assert held == self.queries.ref_counts, f"rings of queries are held {held} times, counted {self.queries.ref_counts}"
         for s in self.sequences:
             assert len(s.pages) == -(-s.num_tokens // PAGE_SIZE), f"sequence {s.id}: {len(s.pages)} pages for {s.num_tokens} tokens"
             assert len(s.keys) <= s.settled <= len(s.pages), f"sequence {s.id}: settled {s.settled}, keys {len(s.keys)}"

@@ -35,7 +35,8 @@ def _settled_rows(s: Sequence) -> Rows:
     for tier in list(rows):
         of = [p for p, page in enumerate(s.pages[: s.settled]) if page.tier is tier and page.frames and page.live]
         frames, live = rows[tier]
-        rows[tier] = (frames, live & ~picked[of])
+        alone = s.plan.anchors is not None and s.plan.anchors.alone and tier is not Tier.BF16
+        rows[tier] = (frames, np.zeros_like(picked[of]) if alone else live & ~picked[of])
     for page in s.anchors:
         added = {page.tier: (np.array([page.frames], dtype=np.int32), page.live[None])}
         _extend(rows, added)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvstrata.calibrate import run
-from kvstrata.calibrate.capture import captured
+from kvstrata.adapters.capture import captured
 from kvstrata.calibrate.run import Sample, calibrate, measure
 from kvstrata.policy import Signals, make_policy
 from kvstrata.policy.profile import Profile, load_profile
