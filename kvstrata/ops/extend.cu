@@ -7,7 +7,7 @@
 #include "extend_mma.cuh"
 #include "extend_pages.cuh"
 
-// of 65,536 for two warp groups and one
+// a thread; two groups of consumers and one of producers share 65,536. Fewer spill, and no other split of them was faster.
 constexpr int CONSUMER_REGISTERS = 192, PRODUCER_REGISTERS = 120;
 constexpr int ROWS = 128, GROUP_ROWS = 64;
 constexpr int Q_PANEL = GROUP_ROWS * 128;  // bytes of 64 channels of a warp group's rows
@@ -26,7 +26,7 @@ struct Limits {
     int own[2], first;
 };
 
-// read again where it is needed: kept, it would cost a register all through the loops
+// Read again where it is needed: kept, it would cost a register all through the loops.
 DEVICE int lane_id() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -229,7 +229,8 @@ struct Part {
     }
 };
 
-DEVICE Pages pages_of(const int* frames, const int* counts, const int* live, int rows, int heads, int per_page, int sequence, int head, Part& part) {
+DEVICE Pages pages_of(const int* frames, const int* counts, const int* live, int rows, int heads, int per_page, int sequence, int head,
+                      Part& part) {
     Pages p{nullptr, nullptr, 0, heads, 0, 0};
     if (rows == 0) return p;
     const u64 row = u64(sequence) * rows;
@@ -244,10 +245,13 @@ DEVICE Pages pages_of(const int* frames, const int* counts, const int* live, int
 
 DEVICE int tiles_of(int rows, const int* counts, int sequence) { return rows ? (__ldg(counts + sequence) + 3) / 4 : 0; }
 
-// grid tiles * splits * KV heads, in this order, 384 threads. q, out [N, Hq, D]; k, v [N, H, D]; tiles int32 [.., 4]: sequence, first row of q of the sequence, its
-// tokens, first row (token * group + head) of the tile. Strides in elements, of the arena in bytes. framesT int32 [B, rowsT, n] and
-// countsT int32 [B] of tier T (rowsT 0: none), liveT int32 [B, rowsT, headsT] (headsT 0: all live). Each of `splits` programs attends its
-// share of a tile's keys; more than one write parts float32 [splits, N, Hq, D] and lses [splits, N, Hq] (base 2) instead of out.
+#define PAGES(T, PER_PAGE) pages_of(frames##T, counts##T, live##T, rows##T, heads##T, PER_PAGE, sequence, head, part)
+
+// grid tiles * splits * KV heads (the last varies fastest), 384 threads. q, out [N, Hq, D]; k, v [N, H, D]; tiles int32 [.., 4]: sequence,
+// first row of q of the sequence, its tokens, first row (token * group + head) of the tile. Strides in elements, of the arena in bytes.
+// framesT int32 [B, rowsT, n] and countsT int32 [B] of tier T (rowsT 0: none), liveT int32 [B, rowsT, headsT] (headsT 0: all live). Each of
+// `splits` programs attends its share of a tile's keys; more than one write parts float32 [splits, N, Hq, D] and lses [splits, N, Hq]
+// (base 2) instead of out.
 extern "C" __global__ void __launch_bounds__(384, 1)
 extend(const char* q, const char* k, const char* v, char* out, float* parts, float* lses, const int4* tiles, const char* arena,
        const int* frames16, const int* counts16, const int* live16, int rows16, int heads16,
@@ -265,7 +269,7 @@ extend(const char* q, const char* k, const char* v, char* out, float* parts, flo
     const int4 tile = tiles[blockIdx.x / heads / splits];
     const int sequence = tile.x, tokens = tile.z, first = tile.w, rows_left = min(ROWS, tokens * group - first);
     const u64 first_row = tile.y;
-    const int chunk_tiles = ((first + rows_left - 1) / group + KEYS) / KEYS;  // as far as the last row sees
+    const int chunk_tiles = (first + rows_left - 1) / group / KEYS + 1;  // as far as the last row sees
     const int dense_tiles = tiles_of(rows16, counts16, sequence);
     const int plane_tiles = tiles_of(rows8, counts8, sequence) + tiles_of(rows4, counts4, sequence) + tiles_of(rows3, counts3, sequence) +
                             tiles_of(rows2, counts2, sequence);
@@ -279,7 +283,6 @@ extend(const char* q, const char* k, const char* v, char* out, float* parts, flo
             barrier_init(ring.k_free(i), 8);
             barrier_init(ring.v_free(i), 8);
         }
-#define PAGES(T, PER_PAGE) pages_of(frames##T, counts##T, live##T, rows##T, heads##T, PER_PAGE, sequence, head, part)
     __syncthreads();
 
     int i = 0;

@@ -22,9 +22,9 @@ def extend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: Tensor
     q [N, Hq, D], k, v [N, H, D] (v not rotated) of the chunk; arena uint8 [F, H, frame_bytes]; the pages of `table` all lie before
     the chunk. -> out [N, Hq, D] in q's dtype. Without pages this is plain causal attention.
     """
+    if decode_pages is quant.decode and backend.use_cuda(q) and extend_cuda.accepts(q, arena, dense_dtype):
+        return extend_cuda.extend_cuda(q, k, v, cu_seqlens, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
     if has_kernel(q, dense_dtype, decode_pages):
-        if backend.use_cuda(q) and extend_cuda.accepts(q, arena, dense_dtype):
-            return extend_cuda.extend_cuda(q, k, v, cu_seqlens, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
         from kvstrata.ops.extend_kernel import extend_triton
 
         return extend_triton(q, k, v, cu_seqlens, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)

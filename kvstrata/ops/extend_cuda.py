@@ -29,8 +29,9 @@ def shared_bytes(head_dim: int) -> int:
 
 
 def accepts(q: Tensor, arena: Tensor, dense_dtype: torch.dtype) -> bool:
-    """Whether this kernel does the shape: head_dim 64 or 128, dense pages in q's dtype, an arena aligned to 16 bytes."""
-    return q.shape[2] in HEAD_DIMS and dense_dtype == q.dtype and arena.data_ptr() % 16 == 0
+    """Whether this kernel does the shape: head_dim 64 or 128, 16-bit numbers, dense pages in q's dtype, an arena aligned to 16 bytes."""
+    sixteen_bits = q.dtype in (torch.bfloat16, torch.float16)
+    return sixteen_bits and q.shape[2] in HEAD_DIMS and dense_dtype == q.dtype and arena.data_ptr() % 16 == 0
 
 
 def extend_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: Tensor, table: PageTable, scale: float, *,

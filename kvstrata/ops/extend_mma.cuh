@@ -40,21 +40,17 @@ DEVICE uint4 load16(u32 at) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
     return x;
 }
-DEVICE u32 load4(u32 at) {
-    u32 x;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
-    return x;
-}
 // 16 bytes from global memory on their way, zeros unless `keep`
 DEVICE void copy16(u32 at, const void* from, bool keep) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(__cvta_generic_to_global(from)), "r"(keep ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(__cvta_generic_to_global(from)), "r"(keep ? 16 : 0)
+                 : "memory");
 }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
 // ---- wgmma. Operand tiles lie in panels of rows of 128 bytes, 16-byte chunks swizzled by the row (chunk ^ row % 8)
-// rows of the K dimension side by side (keys of S = Q K', keys of V transposed): eight rows are 1024 bytes
+// a row is one M or N, 64 K to a panel: 1024 bytes lead to the next eight rows
 DEVICE u64 describe_k_major(u32 at) { return u64((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
 // a row is one K, 64 columns to a panel: `panel` bytes lead to the next 64 columns, 1024 to the next eight K
 DEVICE u64 describe_n_major(u32 at, u32 panel) {

@@ -114,7 +114,8 @@ struct Unpack {
     DEVICE void load_v(Words<VP>& w, const char* arena, u64 stride_frame, int lane, int h) const {
 #pragma unroll
         for (int p = 0; p < VP; p++)
-            w.plane[p] = __ldg(reinterpret_cast<const uint4*>(at(arena, stride_frame, ids[2 * p + 1]) + (lane % 8 + 8 * h) * 64) + lane / 8);
+            w.plane[p] =
+                __ldg(reinterpret_cast<const uint4*>(at(arena, stride_frame, ids[2 * p + 1]) + (lane % 8 + 8 * h) * 64) + lane / 8);
     }
 
     // D / 32 words of K's metadata a lane, one of V's
@@ -130,7 +131,7 @@ struct Unpack {
     template <int PLANES>
     DEVICE static u32 number(const Codes<PLANES>& codes, const Codes<PLANES>& rest, int field, int i, u32 scale, u32 offset) {
         u32 x = codes.steps(field, i);
-        if constexpr (PLANES == 4) x = fma2(rest.steps(field, i), both(0x2C00), x);
+        if constexpr (PLANES == 4) x = fma2(rest.steps(field, i), both(0x2C00), x);  // sixteenths
         return fma2(x, scale, offset);
     }
 
@@ -306,7 +307,8 @@ DEVICE void produce_dense(const Ring& ring, int& i, const Pages& pages, const ch
 }
 
 // The chunk itself: tiles [begin, end) of `tokens` keys, rows of k and v (16-bit numbers) `stride` elements apart.
-DEVICE void produce_chunk(const Ring& ring, int& i, int begin, int end, int tokens, const char* k, const char* v, u64 k_stride, u64 v_stride, int warp, int lane) {
+DEVICE void produce_chunk(const Ring& ring, int& i, int begin, int end, int tokens, const char* k, const char* v, u64 k_stride,
+                          u64 v_stride, int warp, int lane) {
     produce_numbers(ring, i, begin, end, warp, lane, [&](int tile, bool is_v, u32 to) {
         const int first = tile * KEYS + warp * 32, left = tokens - first;
 #pragma unroll 4

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstrata.ops import cuda, extend_cuda, extend_tiles
+from kvstrata.ops import backend, cuda, extend_cuda, extend_tiles, frame, quant
 from kvstrata.ops.extend import extend, extend_ref
 from kvstrata.ops.table import PageTable
 from kvstrata.types import Tier
@@ -74,6 +74,17 @@ def test_shapes_of_other_kernels_are_refused():
         extend_cuda.extend_cuda(q, k, k, [0, 1], torch.zeros(1, 1, 896, dtype=torch.uint8), PageTable((), 1), 1.0, dense_dtype=HALF)
     assert not extend_cuda.accepts(q, arena, HALF)
     assert not extend_cuda.accepts(torch.zeros(1, 1, 64, dtype=HALF), arena, BFLOAT)
+    assert not extend_cuda.accepts(torch.zeros(1, 1, 64), arena, torch.float32)
+
+
+def test_extend_takes_this_kernel_where_it_runs_and_does_the_shape(monkeypatch):
+    monkeypatch.setattr(backend, "use_cuda", lambda q: True)
+    monkeypatch.setattr(extend_cuda, "extend_cuda", lambda *_, **__: "cuda")
+    table = PageTable((), 1)
+    for head_dim, decode_pages, taken in ((64, quant.decode, True), (80, quant.decode, False), (64, lambda *_: None, False)):
+        q, arena = torch.ones(2, 1, head_dim, dtype=HALF), torch.zeros(1, 1, frame.frame_bytes(head_dim), dtype=torch.uint8)
+        out = extend(q, q, q, [0, 2], arena, table, 1.0, dense_dtype=HALF, decode_pages=decode_pages)
+        assert (out == "cuda") if taken else torch.equal(out, q)
 
 
 ALL = {T.INT8: [5, 0], T.BF16: [1, 3], T.INT4: [4, 1], T.INT3: [0, 2], T.INT2: [9, 6]}
