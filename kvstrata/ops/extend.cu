@@ -269,7 +269,7 @@ extend(const char* q, const char* k, const char* v, char* out, float* parts, flo
     const int4 tile = tiles[blockIdx.x / heads / splits];
     const int sequence = tile.x, tokens = tile.z, first = tile.w, rows_left = min(ROWS, tokens * group - first);
     const u64 first_row = tile.y;
-    const int chunk_tiles = (first + rows_left - 1) / group / KEYS + 1;  // as far as the last row sees
+    const int chunk_tiles = ((first + rows_left - 1) / group + KEYS) / KEYS;  // as far as the last row sees
     const int dense_tiles = tiles_of(rows16, counts16, sequence);
     const int plane_tiles = tiles_of(rows8, counts8, sequence) + tiles_of(rows4, counts4, sequence) + tiles_of(rows3, counts3, sequence) +
                             tiles_of(rows2, counts2, sequence);
