@@ -7,7 +7,7 @@ out=${1:?usage: benchmarks/gpu.sh OUT [FA3]}
 fa3=${2:+--fa3 $2}
 export PYTHONUNBUFFERED=1
 mkdir -p "$out"
-kernels="tests/ops/test_decode_kernel.py tests/ops/test_extend_kernel.py tests/ops/test_write_kernel.py tests/ops/test_write_cuda.py"
+kernels="tests/ops/test_decode_kernel.py tests/ops/test_extend_kernel.py tests/ops/test_write_kernel.py tests/ops/test_write_cuda.py tests/ops/test_extend_cuda.py tests/ops/test_decode_cuda.py"
 (timeout 80 python3 -m pytest -q -n 6 -m gpu $kernels tests/adapters/test_gpu.py >"$out/tests.log" 2>&1) &
 (timeout 80 compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -m gpu $kernels -k "int2 or settle or live-a-head or int4-ragged" >"$out/sanitizer.log" 2>&1
  echo "exit code $?" >>"$out/sanitizer.log") &
