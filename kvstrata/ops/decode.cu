@@ -36,11 +36,23 @@ struct Tier {
 };
 
 struct Line {
-    u32 begin, end;  // this block's share of its KV head's line
-    u32 share;       // of every block but the last
-    int first;       // sequence in which the share begins
-    u32 start;       // where that sequence begins
+    u32 begin, end;   // this block's share of its KV head's line
+    u32 share;        // of every block but the last
+    u32 stride, one;  // where all sequences are equal: what each takes up of the line, and its cost; else 0
+    int first;        // sequence in which the share begins
+    u32 start;        // where that sequence begins
 };
+
+// x / y for a quotient of less than 2**20
+INLINE u32 quotient(u32 x, u32 y) {
+    u32 q = (u32)((float)x * reciprocal((float)y));
+    if (q * y > x) q--;
+    if ((q + 1) * y <= x) q++;
+    return q;
+}
+
+// At least x / y, by less than a millionth too much
+INLINE u32 at_least(u32 x, u32 y) { return (u32)((float)x * reciprocal((float)y) * 1.0000005f) + 1; }
 
 INLINE u32 cost_of(const Tier (&tiers)[TIERS], int b) {
     u32 count[TIERS], cost = 0;
@@ -64,19 +76,34 @@ INLINE u32 scan(u32& cost, const Tier (&tiers)[TIERS], u32 before, int base, int
     return before + sum;
 }
 
-// Cuts the line: each warp for itself
-INLINE Line cut(const Tier (&tiers)[TIERS], int batch, u32 least, int lane) {
+// Cuts the line, each warp for itself. each: blocks a sequence where all are equal, or 0; nobody(b) is told of sequences without pages
+template <typename Nobody>
+INLINE Line cut(const Tier (&tiers)[TIERS], int batch, u32 each, u32 least, int lane, const Nobody& nobody) {
     Line line;
-    u32 cost, end, total = 0;
+    u32 cost = 0, end = 0, total = 0;
 #pragma unroll 1
     for (int base = 0; base < batch; base += 32) {
         end = scan(cost, tiers, total, base, batch, lane);
         total = __shfl_sync(ALL_LANES, end, 31);
+        for (u32 none = __ballot_sync(ALL_LANES, base + lane < batch && !cost); none; none &= none - 1) nobody(base + __ffs(none) - 1);
     }
-    line.share = max((total + gridDim.y - 1) / gridDim.y, least);
+    line.one = __shfl_sync(ALL_LANES, cost, 0);
+    line.stride = 0;
+    if (each && __all_sync(ALL_LANES, lane >= batch || cost == line.one)) {
+        line.share = max(at_least(line.one, each), least);
+        line.stride = line.share * each;
+        total = line.one ? line.stride * batch : 0;
+    } else {
+        line.share = max(at_least(total, gridDim.y), least);
+    }
     line.begin = min(line.share * blockIdx.y, total);
     line.end = min(line.begin + line.share, total);
     line.first = line.start = 0;
+    if (line.stride) {
+        line.first = quotient(line.begin, line.stride);
+        line.start = line.stride * line.first;
+        return line;
+    }
     u32 before = 0;
 #pragma unroll 1
     for (int base = 0; base < batch && line.begin < line.end; base += 32) {
@@ -112,12 +139,14 @@ INLINE void load_query(float (&unit)[2], const Warp& warp, const u16* from, int 
     top = max_unsigned2(top, __shfl_xor_sync(ALL_LANES, top, 2));
     const float peak = fmaxf(fmaxf(unpack<BF16>(top & 0xFFFF), unpack<BF16>(top >> 16)) * fabsf(qk_scale), 1e-30f);
     const float factor = __uint_as_float((__float_as_uint(peak) + 0x7FFFFFu) & 0x7F800000u);
+    // 2**14 / factor, by its exponent
+    const float scale = qk_scale * __uint_as_float((127 + 127 + 14 << 23) - __float_as_uint(factor));
 #pragma unroll 1
     for (int e = warp.index * 4; e < D / 8; e += WARPS * 4) {
         u32 x[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const float unit = qk_scale * (16384.0f / factor / (float)weight(slot_field(e + j)));
+            const float unit = scale / (float)weight(slot_field(e + j));
             x[j] = pack<false>(unpack<BF16>(word(e + j) & 0xFFFF) * unit, unpack<BF16>(word(e + j) >> 16) * unit);
         }
         store(warp.queries + e * 128 + warp.lane * 16, x[0], x[1], x[2], x[3]);
@@ -171,10 +200,10 @@ INLINE void attend(Sums& a, const Tier (&tiers)[TIERS], const Line& line, u32 be
 }
 
 // The block's sums of sequence b -> out, or a row of parts, and the merge of the rows if this is the last of them
-INLINE void finish(const Line& line, u32 start, u32 end, int b, const Warp& warp, u32 rings, u32 ring_bytes, const Output& to, int batch,
-                   int group, u32* scratch) {
+INLINE void finish(const Line& line, u32 start, u32 cost, int b, const Warp& warp, u32 rings, u32 ring_bytes, const Output& to, int batch,
+                   int group) {
     const int head = blockIdx.x, heads = gridDim.x;
-    const int first = start / line.share, parts = (end - 1) / line.share - first + 1;
+    const int first = quotient(start, line.share), parts = quotient(start + cost - 1, line.share) - first + 1;
     // block + sequence grows along the line, so that no two pairs share a row
     const i64 rows = (i64)head * (gridDim.y + batch) + b, row = ((i64)b * heads + head) * group;
     float *const part = to.part + rows * group * D, *const stat = to.stat + rows * 16;
@@ -193,30 +222,34 @@ INLINE void finish(const Line& line, u32 start, u32 end, int b, const Warp& warp
         }
         __syncthreads();
         if (round || parts == 1) return;
+        bool last = false;
         if (threadIdx.x == 0) {
             int* arrived = to.arrived + b * heads + head;
             __threadfence();
-            const bool last = atomicAdd(arrived, 1) == parts - 1;
+            last = atomicAdd(arrived, 1) == parts - 1;
             __threadfence();
             if (last) *arrived = 0;
-            scratch[0] = last;
         }
-        __syncthreads();
-        if (!scratch[0]) return;
+        // all threads learn what the first one has found
+        if (!__syncthreads_or(last)) return;
     }
+}
+
+// Asks for `bytes` from `from` to be in the L2 cache, 128 a thread of the grid: what a block reads first waits for counts, and it for that
+INLINE void prefetch(const void* from, u64 bytes) {
+    const u64 at = (u64)((blockIdx.y * gridDim.x + blockIdx.x) * THREADS + threadIdx.x) * 128;
+    if (at < bytes) prefetch_l2((const u8*)from + at);
 }
 
 #define TIER(T) const u32 *frames##T, const int *counts##T, const u32 *live##T, int rows##T, int heads##T
 
 // grid (H, blocks a KV head). q, out [B, Hq, D], lse [B, Hq]; arena [F, H, FRAME] bytes, stride between frames; see Tier and Output.
-// least: a block's smallest cost
+// each: blocks a sequence where all are equal, or 0; least: a block's smallest cost
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void decode(const u16* q, const u8* arena, void* out, float* lse, float* part, float* stat,
-        int* arrived, TIER(16), TIER(8), TIER(4), TIER(3), TIER(2), int batch, int group, float qk_scale, int stride, int least, int rotated) {
+        int* arrived, TIER(16), TIER(8), TIER(4), TIER(3), TIER(2), int batch, int group, float qk_scale, int stride, int each, int least, int rotated) {
     extern __shared__ uint4 shared[];
     constexpr u32 RING_BYTES = RING + 2 * DECODED;
     const u32 rings = (u32)__cvta_generic_to_shared(shared);
-    // what a block agrees on lies where its queries lay
-    u32* const scratch = (u32*)shared + WARPS * RING_BYTES / 4;
     const Tier tiers[TIERS] = {{frames16, counts16, live16, rows16, heads16}, {frames8, counts8, live8, rows8, heads8},
                                {frames4, counts4, live4, rows4, heads4}, {frames3, counts3, live3, rows3, heads3},
                                {frames2, counts2, live2, rows2, heads2}};
@@ -224,28 +257,32 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void decode(const u16* 
     const int index = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     const Warp warp = {rings + index * RING_BYTES, rings + WARPS * RING_BYTES, index, (int)threadIdx.x % 32};
     const int head = blockIdx.x, heads = gridDim.x;
-    const Line line = cut(tiers, batch, least, warp.lane);
-    if (blockIdx.y == 0) {
-        // nobody attends a sequence without pages
-#pragma unroll 1
-        for (int b = index; b < batch; b += WARPS) {
-            if (cost_of(tiers, b)) continue;
-            const i64 row = ((i64)b * heads + head) * group;
-            for (int i = warp.lane; i < group * D; i += 32) ((u16*)out)[row * D + i] = 0;
-            if (warp.lane < group) lse[row + warp.lane] = __uint_as_float(0xFF800000u);
-        }
+    prefetch(q, (u64)batch * heads * group * D * 2);
+#pragma unroll
+    for (int i = 0; i < TIERS; i++) {
+        constexpr int words[TIERS] = {DENSE_FRAMES, 8, 4, 3, 2};
+        prefetch(tiers[i].frames, (u64)batch * tiers[i].rows * words[i] * 4);
     }
+    const auto nobody = [&](int b) {
+        if (blockIdx.y || index) return;
+        const i64 row = ((i64)b * heads + head) * group;
+        for (int i = warp.lane; i < group * D; i += 32) ((u16*)out)[row * D + i] = 0;
+        if (warp.lane < group) lse[row + warp.lane] = __uint_as_float(0xFF800000u);
+    };
+    const Line line = cut(tiers, batch, each, least, warp.lane, nobody);
     if (line.begin == line.end) return;
     u32 start = line.start;
 #pragma unroll 1
     for (int b = line.first; start < line.end; b++) {
-        const u32 end = start + cost_of(tiers, b);
-        if (start == end) continue;
+        const u32 cost = line.stride ? line.one : cost_of(tiers, b);
+        if (!cost) continue;
+        // a share may lie behind the sequence that it belongs to
+        if (line.begin >= start + cost) return;
         Sums a;
         clear(a);
         attend(a, tiers, line, start, b, warp, q + ((i64)b * heads + head) * group * D, arena + head * FRAME, stride, group, qk_scale);
         hand_in(a, warp);
-        finish(line, start, end, b, warp, rings, RING_BYTES, to, batch, group, scratch);
-        start = end;
+        finish(line, start, cost, b, warp, rings, RING_BYTES, to, batch, group);
+        start += line.stride ? line.stride : cost;
     }
 }

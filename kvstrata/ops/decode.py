@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvstrata.ops import backend, dense, quant
+from kvstrata.ops import backend, decode_cuda, dense, quant
 from kvstrata.ops.merge import merge
 from kvstrata.ops.table import PageTable, Segment, live_tokens
 from kvstrata.types import PAGE_SIZE, Tier
@@ -30,6 +30,9 @@ def decode(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dt
     dense_dtype: what BF16 pages hold; rotated: whether V is stored rotated (the output is rotated back).
     -> out [B, Hq, D] in q's dtype, lse float32 [B, Hq] (natural log; -inf and out 0 where a sequence has no live token).
     """
+    planes = decode_pages is quant.decode
+    if planes and backend.use_cuda(q) and decode_cuda.supports(q, arena.shape[1], dense_dtype):
+        return decode_cuda.decode_cuda(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
     if has_kernel(q, dense_dtype, decode_pages):
         from kvstrata.ops.decode_kernel import decode_triton
 

@@ -27,6 +27,7 @@ RING = 17664
 LEAST = 8 * COSTS[Tier.INT2]
 """A block's smallest share: two pages a warp."""
 MAX_BATCH = 4096
+EQ = 1
 
 
 def options(head_dim: int, q_dtype: torch.dtype, dense_dtype: torch.dtype) -> tuple[str, ...]:
@@ -89,6 +90,9 @@ def arguments(q: Tensor, arena: Tensor, table: PageTable, scale: float, rotated:
     """What the kernel takes, in order."""
     b, hq, _ = q.shape
     h = arena.shape[1]
+    blocks = w.part.shape[1] - b
+    # whole blocks for each of equal sequences, unless that leaves many idle
+    each = blocks // b * EQ if b <= 32 and blocks % b * 16 <= blocks else 0
     segments = {s.tier: s for s in table.segments}
     tiers: list[Tensor | int] = []
     for tier in TIERS:
@@ -101,7 +105,7 @@ def arguments(q: Tensor, arena: Tensor, table: PageTable, scale: float, rotated:
             live = segment.live.contiguous()
             tiers += [segment.frames.contiguous(), segment.counts.contiguous(), live, live.shape[1], live.shape[2]]
     return [q.contiguous(), arena, w.out, w.lse, w.part, w.stat, w.arrived, *tiers, b, hq // h, scale * math.log2(math.e),
-            arena.stride(0), LEAST, int(rotated)]  # fmt: skip
+            arena.stride(0), each, LEAST, int(rotated)]  # fmt: skip
 
 
 def decode_cuda(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype, rotated: bool = True,

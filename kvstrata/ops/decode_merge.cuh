@@ -131,14 +131,14 @@ INLINE void rotate(float (&x)[LANE_CHANNELS], int lane) {
 // A head's merged sums -> out and lse. row: b * query heads + head; without a live token 0 and -inf
 template <bool BF16>
 INLINE void write_head(Merged a, const Output& to, i64 row, int lane) {
-    const float inverse = a.total > 0.0f ? 1.0f / a.total : 0.0f;
+    const float inverse = a.total > 0.0f ? reciprocal(a.total) : 0.0f;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) a.x[i] *= inverse;
     if (to.rotated) rotate(a.x, lane);
     u32* out = (u32*)to.out + (row * D + lane * LANE_CHANNELS) / 2;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS / 2; i++) out[i] = pack<BF16>(a.x[2 * i], a.x[2 * i + 1]);
-    if (lane == 0) to.lse[row] = a.total > 0.0f ? (a.m - P_BITS + log2f(a.total)) * 0.6931471805599453f : __uint_as_float(0xFF800000u);
+    if (lane == 0) to.lse[row] = a.total > 0.0f ? (a.m - P_BITS + log2_fast(a.total)) * 0.6931471805599453f : __uint_as_float(0xFF800000u);
 }
 
 INLINE void write_part(const Merged& a, float* part, float* stat, int head, int lane) {

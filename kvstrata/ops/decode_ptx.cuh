@@ -87,6 +87,20 @@ INLINE float exp2_fast(float x) {
     return out;
 }
 
+INLINE float log2_fast(float x) {
+    float out;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+INLINE float reciprocal(float x) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+INLINE void prefetch_l2(const u8* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
+
 // The same value, which the compiler cannot compute anew where it is needed: it stays in a register. All lanes call it together.
 INLINE u32 fixed(u32 x) {
     asm volatile("{.reg .u32 lane; mov.u32 lane, %%laneid; shfl.sync.idx.b32 %0, %0, lane, 31, -1;}" : "+r"(x));

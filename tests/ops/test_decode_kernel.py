@@ -82,7 +82,14 @@ SHAPES = both(
 BIGGER = both(
     ({T.INT2: [70, 0, 0, 3, 9], T.INT4: [5, 0, 17, 2, 1]}, 1, 4, 128, {T.INT2: 1}, "blocks-span-sequences"),
     ({T.INT2: [40, 3], T.INT3: [9, 31], T.INT4: [5, 17], T.INT8: [3, 6], T.BF16: [9, 1]}, 2, 8, 128, {T.BF16: 2, T.INT2: 1}, "every-tier"),
-    ({T.INT2: [40, 3], T.INT3: [9, 31], T.INT4: [5, 17], T.INT8: [3, 6], T.BF16: [9, 1]}, 2, 5, 64, {T.BF16: 1, T.INT3: 2}, "every-tier-64"),
+    (
+        {T.INT2: [40, 3], T.INT3: [9, 31], T.INT4: [5, 17], T.INT8: [3, 6], T.BF16: [9, 1]},
+        2,
+        5,
+        64,
+        {T.BF16: 1, T.INT3: 2},
+        "every-tier-64",
+    ),
     ({T.INT3: [1] * 200}, 2, 2, 64, {}, "many-sequences"),
 )
 
