@@ -234,8 +234,12 @@ def main(
         if sources and sources not in source:
             continue
         traces = load_traces(source, max(places) + 1).traces
-        for trace in (traces[i] for i in places):
-            study(loaded, tokenizer, memory(trace) if trace.questions else trace, wanted, data, out)
+        for place in places:
+            trace = traces[place]
+            # axes are left out one by one on the first conversation of each source, budgets are scanned on the very first
+            some = [r for r in wanted if r.group != "axes" or place == places[0]]
+            some = [r for r in some if r.group != "scan" or (source, place) == (SOURCES[0][0], places[0])]
+            study(loaded, tokenizer, memory(trace) if trace.questions else trace, some, data, out)
     if "ageing" in rows and not data["turns"]:
         (told,) = load_traces("recall:16").traces
         # by nominal bits: such a conversation is too short for a budget in real bits to press on it
