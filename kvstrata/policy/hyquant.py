@@ -6,6 +6,7 @@ The share of anchors is the plan's; which tokens they are, each layer and KV hea
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from kvstrata.policy.budget import QUANTIZED, Budget, Signals, num_pages
 from kvstrata.policy.uniform import Uniform
@@ -20,6 +21,8 @@ class HyQuant:
     body is not attended, the paper's ablation. sinks, tiers: as for `uniform`."""
 
     name = "hyquant"
+    WINDOW: ClassVar[int] = 128
+    """The paper's W: the newest 128 to 255 tokens stay whole."""
 
     rho: float = 0.05
     tier: Tier = Tier.INT4

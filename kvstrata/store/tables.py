@@ -1,10 +1,12 @@
 """Page tables of a batch, as attention reads them. Knows nothing of why a page has its tier."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvstrata.ops.table import PageTable, Segment
 from kvstrata.store.gathered import picked_bits
@@ -73,31 +75,18 @@ class LayerTables:
         return segment if live is None else replace(segment, live=live[layer if len(live) > 1 else 0])
 
 
-class TableBuilder:
-    """Builds page tables; remembers the rows of settled pages, which change only when a sequence's version does."""
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """Settled pages and anchors of a batch at one tier, on the device: frames int32 [B, N, n]; live masks int32 [layers or 1, B, N, KV
+    heads or 1], or None where all tokens live; counts [B], on the host, and as a segment has them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._settled: dict[int, tuple[int, Rows]] = {}
+    frames: Tensor
+    live: Tensor | None
+    counts: NDArray[np.int32]
+    segment: Segment
 
-    def forget(self, sequence_id: int) -> None:
-        self._settled.pop(sequence_id, None)
-
-    def build(self, sequences: list[Sequence]) -> LayerTables:
-        """Tables of all stored tokens of `sequences`, in their order."""
-        rows = [self._sequence_rows(s) for s in sequences]
-        return LayerTables([self._segment(tier, rows) for tier in sorted({t for r in rows for t in r})], len(sequences))
-
-    def _sequence_rows(self, s: Sequence) -> Rows:
-        version, settled = self._settled.get(s.id, (-1, {}))
-        if version != s.version:
-            settled = _settled_rows(s)
-            self._settled[s.id] = (s.version, settled)
-        rows = dict(settled)
-        _extend(rows, _rows(s.pages[s.settled :]))
-        return rows
-
-    def _segment(self, tier: Tier, rows: list[Rows]) -> tuple[Segment, Tensor | None]:
+    @classmethod
+    def of(cls, tier: Tier, rows: list[Rows], device: torch.device) -> "_Base":
         present = [r[tier] for r in rows if tier in r]
         counts = np.array([len(r[tier][0]) if tier in r else 0 for r in rows], dtype=np.int32)
         frames = np.zeros((len(rows), counts.max(), present[0][0].shape[1]), dtype=np.int32)
@@ -107,7 +96,70 @@ class TableBuilder:
             if tier in r:
                 frames[b, : counts[b]] = r[tier][0]
                 masks[:, b, : counts[b]] = r[tier][1].transpose(1, 0, 2)
-        segment = Segment(tier, torch.from_numpy(frames).to(self._device), torch.from_numpy(counts).to(self._device))
-        if all((live == FULL).all() for _, live in present):
+        on_device, all_live = torch.from_numpy(frames).to(device), all((live == FULL).all() for _, live in present)
+        live = None if all_live else torch.from_numpy(masks.view(np.int32)).to(device)
+        return cls(on_device, live, counts, Segment(tier, on_device, torch.from_numpy(counts).to(device)))
+
+    def extended(self, rows: list[Rows]) -> tuple[Segment, Tensor | None]:
+        """With more pages of each sequence behind those that are here."""
+        tier, device = self.segment.tier, self.frames.device
+        new = [len(r[tier][0]) if tier in r else 0 for r in rows]
+        counts = self.counts + np.array(new, dtype=np.int32)
+        more = int(counts.max()) - self.frames.shape[1]
+        batch, page = np.nonzero(np.arange(max(new))[None, :] < np.array(new)[:, None])
+        at = torch.from_numpy(np.stack([batch, self.counts[batch] + page])).to(device)
+        added = np.concatenate([r[tier][0] for r in rows if tier in r])
+        wider = (0, 0, 0, max(0, more))
+        # out of place: what is here serves later steps
+        frames = pad(self.frames, wider).index_put((at[0], at[1]), torch.from_numpy(added).to(device))
+        segment = Segment(tier, frames, torch.from_numpy(counts).to(device))
+        lives = np.concatenate([r[tier][1][:, 0, 0] for r in rows if tier in r])
+        if self.live is None and (lives == FULL).all():
             return segment, None
-        return segment, torch.from_numpy(masks.view(np.int32)).to(self._device)
+        live = self.live
+        if live is None:
+            live = -(torch.arange(self.frames.shape[1], device=device) < self.segment.counts[:, None]).int()[None, :, :, None]
+        value = torch.from_numpy(lives.view(np.int32)).to(device)[:, None, None]
+        live = pad(live, wider).permute(1, 2, 0, 3).index_put((at[0], at[1]), value)
+        return segment, live.permute(2, 0, 1, 3).contiguous()
+
+
+class TableBuilder:
+    """Builds page tables. Settled pages and anchors change only when a sequence's version does: their rows are remembered, and for the last
+    batch their tables too, so that a step of decoding sends the device no more than the pages of the window."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._settled: dict[int, tuple[int, Rows]] = {}
+        self._key: list[tuple[int, int]] = []
+        self._base: dict[Tier, _Base] = {}
+
+    def forget(self, sequence_id: int) -> None:
+        self._settled.pop(sequence_id, None)
+
+    def build(self, sequences: list[Sequence]) -> LayerTables:
+        """Tables of all stored tokens of `sequences`, in their order."""
+        key = [(s.id, s.version) for s in sequences]
+        if key != self._key:
+            rows = [self._settled_of(s) for s in sequences]
+            self._base = {tier: _Base.of(tier, rows, self._device) for tier in sorted({t for r in rows for t in r})}
+            self._key = key
+        window = [_rows(s.pages[s.settled :]) for s in sequences]
+        fresh = {tier for r in window for tier in r}
+        segments: list[tuple[Segment, Tensor | None]] = []
+        for tier in sorted({*self._base, *fresh}):
+            base = self._base.get(tier)
+            if base is None:
+                base = _Base.of(tier, window, self._device)
+            elif tier in fresh:
+                segments.append(base.extended(window))
+                continue
+            segments.append((base.segment, base.live))
+        return LayerTables(segments, len(sequences))
+
+    def _settled_of(self, s: Sequence) -> Rows:
+        version, settled = self._settled.get(s.id, (-1, {}))
+        if version != s.version:
+            settled = _settled_rows(s)
+            self._settled[s.id] = (s.version, settled)
+        return settled

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstrata.calibrate import run
 from kvstrata.adapters.capture import captured
+from kvstrata.calibrate import run
 from kvstrata.calibrate.run import Sample, calibrate, measure
 from kvstrata.policy import Signals, make_policy
 from kvstrata.policy.profile import Profile, load_profile

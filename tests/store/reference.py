@@ -34,7 +34,8 @@ def feed(store: Store, ids: list[int], tokens: list[list[int]], *, commit: bool 
     step = store.begin(ids, tokens)
     flat = [t for row in tokens for t in row]
     for layer in range(L):
-        step.write(layer, *kv(flat, layer))
+        # queries, which only sequences with anchors need, are keys
+        step.write(layer, *kv(flat, layer), kv(flat, layer)[0])
     store.check_integrity()
     if commit:
         step.commit()

@@ -4,56 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvstrata.attend import attend
 from kvstrata.ops import quant
-from kvstrata.ops.table import live_tokens
 from kvstrata.store.gathered import EMPTY
-from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Anchors, Plan, Tier
+from tests.store.anchored import GROUP, attended, feed, generate, plan, queries
 from tests.store.reference import D, H, L, kv, make_store
-
-GROUP = 2
-
-
-def plan(count: int = 5, tier: Tier = Tier.BF16, **how: object) -> Plan:
-    return Plan((Tier.BF16,), Tier.INT2, anchors=Anchors(count, tier, **how))  # type: ignore[arg-type]
-
-
-def queries(tokens: list[int], layer: int) -> torch.Tensor:
-    gen = torch.Generator().manual_seed(layer)
-    table = torch.randn(1000, H * GROUP, D, generator=gen)
-    return table[torch.tensor(tokens) % 1000]
-
-
-def feed(store: Store, sequence: int, tokens: list[int]) -> list[torch.Tensor]:
-    """Attention's output of each layer."""
-    step = store.begin([sequence], [tokens])
-    out = []
-    for layer in range(L):
-        q, (k, v) = queries(tokens, layer), kv(tokens, layer)
-        out.append(attend(store, step, layer, q, k, v, 0.3))
-        step.write(layer, k, v, q, 0.3)
-    store.check_integrity()
-    step.commit()
-    store.check_integrity()
-    return out
-
-
-def attended(store: Store, sequence: int, layer: int) -> torch.Tensor:
-    """int [H, tokens]: how often each token is attended."""
-    s = store.sequence(sequence)
-    counts = torch.zeros(H, s.num_tokens + PAGE_SIZE, dtype=torch.int64)
-    place = {page.frames: p for p, page in enumerate(s.pages) if page.frames}
-    gathered = {page.frames: page for page in s.anchors}
-    for segment in store.tables.build([s])[layer].segments:
-        live = live_tokens(segment, H)[0]
-        for row in range(int(segment.counts[0])):
-            frames = tuple(segment.frames[0, row].tolist())
-            for head in range(H):
-                slots = live[row, head].nonzero()[:, 0]
-                at = gathered[frames].positions[layer, head][slots.numpy()] if frames in gathered else place[frames] * PAGE_SIZE + slots
-                counts[head, torch.as_tensor(at, dtype=torch.int64)] += 1
-    return counts[:, : s.num_tokens]
 
 
 @pytest.mark.parametrize("window", [0, 32, 64])
@@ -61,7 +16,7 @@ def test_every_token_is_attended_once_at_every_length(window: int) -> None:
     store = make_store(window=window)
     one = store.add_sequence(plan())
     for n in range(1, 301):
-        feed(store, one, [n])
+        generate(store, one, n)
         for layer in range(L):
             assert (attended(store, one, layer) == 1).all(), f"{n} tokens, layer {layer}"
     assert store.sequence(one).anchors
@@ -148,8 +103,8 @@ def test_a_frozen_choice_stays_and_a_refreshed_one_moves() -> None:
         one = store.add_sequence(plan(4, refresh=refresh))
         feed(store, one, list(range(300)))
         before = store.sequence(one).anchors[0].positions.copy()
-        for n in range(300, 500):
-            feed(store, one, [n])
+        for n in range(300, 430):
+            generate(store, one, n)
         held[refresh] = (before, store.sequence(one).anchors[0].positions)
     assert np.array_equal(*held[0])
     assert not np.array_equal(*held[64])

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstrata.store.arena import OutOfFramesError
-from kvstrata.types import PAGE_SIZE, Plan, Tier
+from kvstrata.types import PAGE_SIZE, Anchors, Plan, Tier
 from tests.store.reference import check_content, feed, make_store
 
 
@@ -42,10 +42,12 @@ class StoreMachine(RuleBasedStateMachine):
         tier=st.sampled_from([Tier.INT2, Tier.INT3, Tier.INT4, Tier.BF16]),
         first=st.sampled_from([Tier.EVICTED, Tier.INT2, Tier.BF16]),
         dead=st.dictionaries(st.integers(0, 6), st.integers(0, 2**32 - 1), max_size=2),
+        anchors=st.none()
+        | st.builds(Anchors, st.integers(0, 70), st.sampled_from([Tier.BF16, Tier.INT8]), refresh=st.sampled_from([0, 16])),
     )
-    def plan(self, data: st.DataObject, tier: Tier, first: Tier, dead: dict[int, int]) -> None:
+    def plan(self, data: st.DataObject, tier: Tier, first: Tier, dead: dict[int, int], anchors: Anchors | None) -> None:
         try:
-            self.store.set_plan(data.draw(st.sampled_from(self.ids())), Plan((first,), tier, dead))
+            self.store.set_plan(data.draw(st.sampled_from(self.ids())), Plan((first,), tier, dead, anchors))
         except OutOfFramesError as error:
             assert error.asked > error.free
 
