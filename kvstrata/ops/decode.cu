@@ -2,7 +2,7 @@
 //
 // A KV head's pages of all sequences, tier after tier, form a line of costs that is cut into equal parts, one a block: a block may end
 // one sequence and begin the next. Within a block the warps take pages in turn. What blocks have of a sequence is merged by the one that
-// arrives last. Macros: HEAD_DIM 64 or 128, Q_BF16 and DENSE_BF16 (0: fp16), and those below.
+// arrives last. Macros: HEAD_DIM 64 or 128, DENSE_BF16 (0: fp16), and those below.
 
 #ifndef WARPS
 #define WARPS 6
@@ -15,7 +15,7 @@
 #endif
 // what a page costs, relative to the others
 #ifndef COSTS
-#define COSTS {48, 48, 27, 22, 20}
+#define COSTS {80, 48, 27, 22, 20}
 #endif
 
 #include "decode_ptx.cuh"
@@ -123,8 +123,7 @@ INLINE Line cut(const Tier (&tiers)[TIERS], int batch, u32 each, u32 least, int 
 
 // Queries of the planes -> the block's shared memory, a share of the slots each warp: relative to their head's largest element, rounded
 // up to a power of two, and short of their field's weight. unit: base-2 logits of one unit of the product, of heads 2t and 2t + 1
-template <bool BF16>
-INLINE void load_query(float (&unit)[2], const Warp& warp, const u16* from, int group, float qk_scale) {
+INLINE void load_query(float (&unit)[2], const Warp& warp, const u16* from, bool bf16, int group, float qk_scale) {
     const int g = warp.lane / 4, t = warp.lane % 4;
     constexpr int STEP = D / 64;  // 32-bit words of a field and lane
     const auto word = [&](int e) {
@@ -137,7 +136,7 @@ INLINE void load_query(float (&unit)[2], const Warp& warp, const u16* from, int 
     for (int e = 0; e < D / 8; e++) top = max_unsigned2(top, word(e) & 0x7FFF7FFFu);
     top = max_unsigned2(top, __shfl_xor_sync(ALL_LANES, top, 1));
     top = max_unsigned2(top, __shfl_xor_sync(ALL_LANES, top, 2));
-    const float peak = fmaxf(fmaxf(unpack<BF16>(top & 0xFFFF), unpack<BF16>(top >> 16)) * fabsf(qk_scale), 1e-30f);
+    const float peak = fmaxf(fmaxf(unpack(top & 0xFFFF, bf16), unpack(top >> 16, bf16)) * fabsf(qk_scale), 1e-30f);
     const float factor = __uint_as_float((__float_as_uint(peak) + 0x7FFFFFu) & 0x7F800000u);
     // 2**14 / factor, by its exponent
     const float scale = qk_scale * __uint_as_float((127 + 127 + 14 << 23) - __float_as_uint(factor));
@@ -147,7 +146,7 @@ INLINE void load_query(float (&unit)[2], const Warp& warp, const u16* from, int 
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float unit = scale / (float)weight(slot_field(e + j));
-            x[j] = pack<false>(unpack<BF16>(word(e + j) & 0xFFFF) * unit, unpack<BF16>(word(e + j) >> 16) * unit);
+            x[j] = pack<false>(unpack(word(e + j) & 0xFFFF, bf16) * unit, unpack(word(e + j) >> 16, bf16) * unit);
         }
         store(warp.queries + e * 128 + warp.lane * 16, x[0], x[1], x[2], x[3]);
     }
@@ -165,11 +164,11 @@ INLINE void run_of(int& lo, int& hi, const Line& line, u32 before, int count) {
 }
 
 // One warp's turns in the pages of sequence b that start in the block's share
-INLINE void attend(Sums& a, const Tier (&tiers)[TIERS], const Line& line, u32 before, int b, const Warp& warp, const u16* q_from, const u8* arena,
-                   u32 stride, int group, float qk_scale) {
+INLINE void attend(Sums& a, const Tier (&tiers)[TIERS], const Line& line, u32 before, int b, const Warp& warp, const u16* q_from, bool q_bf16,
+                   const u8* arena, u32 stride, int group, float qk_scale) {
     const int head = blockIdx.x;
     float unit[2];
-    load_query<Q_BF16>(unit, warp, q_from, group, qk_scale);
+    load_query(unit, warp, q_from, q_bf16, group, qk_scale);
     int turn = 0;
     const auto tier = [&](auto index, auto at_once, const auto& walk) {
         constexpr int TIER = decltype(index)::value, PAGES = decltype(at_once)::value;
@@ -190,7 +189,7 @@ INLINE void attend(Sums& a, const Tier (&tiers)[TIERS], const Line& line, u32 be
         walk(t.frames + row * n, t.heads ? t.live + row * t.heads + head % t.heads : nullptr, t.heads, first, pages);
     };
     tier(Index<0>{}, Index<1>{}, [&](auto... pages) {
-        attend_dense<Q_BF16, DENSE_BF16>(a, q_from, group, qk_scale, warp, arena, stride, pages...);
+        attend_dense<DENSE_BF16>(a, q_from, q_bf16, group, qk_scale, warp, arena, stride, pages...);
         to_codes(a);
     });
     tier(Index<1>{}, Index<pages_at_once<8>()>{}, [&](auto... pages) { attend_planes<4, 4>(a, unit, warp, arena, stride, pages...); });
@@ -217,21 +216,23 @@ INLINE void finish(const Line& line, u32 start, u32 cost, int b, const Warp& war
             if (round == 0 && parts > 1) {
                 write_part(a, part + (i64)blockIdx.y * group * D, stat + blockIdx.y * 16, g, warp.lane);
             } else {
-                write_head<Q_BF16>(a, to, row + g, warp.lane);
+                write_head(a, to, row + g, warp.lane);
             }
         }
         __syncthreads();
         if (round || parts == 1) return;
-        bool last = false;
+        // where the first warp's metadata was: nobody writes there before the next sequence's queries are loaded
+        const u32 verdict = rings + RING;
         if (threadIdx.x == 0) {
             int* arrived = to.arrived + b * heads + head;
             __threadfence();
-            last = atomicAdd(arrived, 1) == parts - 1;
+            const bool last = atomicAdd(arrived, 1) == parts - 1;
             __threadfence();
             if (last) *arrived = 0;
+            store(verdict, last);
         }
-        // all threads learn what the first one has found
-        if (!__syncthreads_or(last)) return;
+        __syncthreads();
+        if (!load(verdict)) return;
     }
 }
 
@@ -246,14 +247,14 @@ INLINE void prefetch(const void* from, u64 bytes) {
 // grid (H, blocks a KV head). q, out [B, Hq, D], lse [B, Hq]; arena [F, H, FRAME] bytes, stride between frames; see Tier and Output.
 // each: blocks a sequence where all are equal, or 0; least: a block's smallest cost
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void decode(const u16* q, const u8* arena, void* out, float* lse, float* part, float* stat,
-        int* arrived, TIER(16), TIER(8), TIER(4), TIER(3), TIER(2), int batch, int group, float qk_scale, int stride, int each, int least, int rotated) {
+        int* arrived, TIER(16), TIER(8), TIER(4), TIER(3), TIER(2), int batch, int group, float qk_scale, int stride, int each, int least, int q_bf16, int rotated) {
     extern __shared__ uint4 shared[];
     constexpr u32 RING_BYTES = RING + 2 * DECODED;
     const u32 rings = (u32)__cvta_generic_to_shared(shared);
     const Tier tiers[TIERS] = {{frames16, counts16, live16, rows16, heads16}, {frames8, counts8, live8, rows8, heads8},
                                {frames4, counts4, live4, rows4, heads4}, {frames3, counts3, live3, rows3, heads3},
                                {frames2, counts2, live2, rows2, heads2}};
-    const Output to = {out, lse, part, stat, arrived, rotated != 0};
+    const Output to = {out, lse, part, stat, arrived, q_bf16 != 0, rotated != 0};
     const int index = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     const Warp warp = {rings + index * RING_BYTES, rings + WARPS * RING_BYTES, index, (int)threadIdx.x % 32};
     const int head = blockIdx.x, heads = gridDim.x;
@@ -280,7 +281,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void decode(const u16* 
         if (line.begin >= start + cost) return;
         Sums a;
         clear(a);
-        attend(a, tiers, line, start, b, warp, q + ((i64)b * heads + head) * group * D, arena + head * FRAME, stride, group, qk_scale);
+        attend(a, tiers, line, start, b, warp, q + ((i64)b * heads + head) * group * D, q_bf16 != 0, arena + head * FRAME, stride, group, qk_scale);
         hand_in(a, warp);
         finish(line, start, cost, b, warp, rings, RING_BYTES, to, batch, group);
         start += line.stride ? line.stride : cost;

@@ -18,7 +18,7 @@ MAX_GROUP = 8
 DTYPES = (torch.bfloat16, torch.float16)
 TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
 """The order of decode.cu."""
-COSTS = {Tier.BF16: 48, Tier.INT8: 48, Tier.INT4: 27, Tier.INT3: 22, Tier.INT2: 20}
+COSTS = {Tier.BF16: 80, Tier.INT8: 48, Tier.INT4: 27, Tier.INT3: 22, Tier.INT2: 20}
 """What a page costs a block, relative to the others."""
 WARPS, BLOCKS = 6, 2
 """Warps a block, and blocks that a multiprocessor runs at once: 168 registers a thread."""
@@ -27,14 +27,12 @@ RING = 17664
 LEAST = 8 * COSTS[Tier.INT2]
 """A block's smallest share: two pages a warp."""
 MAX_BATCH = 4096
-EQ = 1
 
 
-def options(head_dim: int, q_dtype: torch.dtype, dense_dtype: torch.dtype) -> tuple[str, ...]:
-    """Compiler's options of the variant for these shapes and types."""
+def options(head_dim: int, dense_dtype: torch.dtype) -> tuple[str, ...]:
+    """Compiler's options of the variant for this shape and type."""
     values = {
         "HEAD_DIM": head_dim,
-        "Q_BF16": int(q_dtype is torch.bfloat16),
         "DENSE_BF16": int(dense_dtype is torch.bfloat16),
         "WARPS": WARPS,
         "BLOCKS": BLOCKS,
@@ -58,9 +56,9 @@ def supports(q: Tensor, num_kv_heads: int, dense_dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """What a call of `decode_cuda` writes. part float32 [H, rows, Hq / H, D], stat float32 [H, rows, 2, 8], rows the blocks of a KV head and
-    the batch; arrived int32 [B, H], 0 between calls; out [B, Hq, D], lse float32 [B, Hq]. A call with a workspace allocates nothing; its
-    results are the workspace's out and lse. Calls that share one must not overlap."""
+    """What a call of `decode_cuda` writes. part float32 [H, rows, Hq / H, D], stat float32 [H, rows, 2, 8], rows the blocks of a KV head
+    and the batch; arrived int32 [B, H], 0 between calls; out [B, Hq, D], lse float32 [B, Hq]. A call with a workspace allocates nothing;
+    its results are the workspace's out and lse. Calls that share one must not overlap."""
 
     part: Tensor
     stat: Tensor
@@ -90,22 +88,23 @@ def arguments(q: Tensor, arena: Tensor, table: PageTable, scale: float, rotated:
     """What the kernel takes, in order."""
     b, hq, _ = q.shape
     h = arena.shape[1]
-    blocks = w.part.shape[1] - b
-    # whole blocks for each of equal sequences, unless that leaves many idle
-    each = blocks // b * EQ if b <= 32 and blocks % b * 16 <= blocks else 0
-    segments = {s.tier: s for s in table.segments}
+    segments = {s.tier: s for s in table.segments if s.frames.shape[1]}
     tiers: list[Tensor | int] = []
     for tier in TIERS:
         segment = segments.get(tier)
-        if segment is None or not segment.frames.shape[1]:
+        if segment is None:
             tiers += [w.arrived, w.arrived, w.arrived, 0, 0]
         elif segment.live is None:
             tiers += [segment.frames.contiguous(), segment.counts.contiguous(), w.arrived, segment.frames.shape[1], 0]
         else:
             live = segment.live.contiguous()
             tiers += [segment.frames.contiguous(), segment.counts.contiguous(), live, live.shape[1], live.shape[2]]
+    # whole blocks for each of equal sequences, unless that leaves many idle; of several tiers, whose costs are estimates, it costs more
+    # than it saves
+    blocks = w.part.shape[1] - b
+    each = blocks // b if b <= 32 and blocks % b * 16 <= blocks and len(segments) == 1 else 0
     return [q.contiguous(), arena, w.out, w.lse, w.part, w.stat, w.arrived, *tiers, b, hq // h, scale * math.log2(math.e),
-            arena.stride(0), each, LEAST, int(rotated)]  # fmt: skip
+            arena.stride(0), each, LEAST, int(q.dtype is torch.bfloat16), int(rotated)]  # fmt: skip
 
 
 def decode_cuda(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype, rotated: bool = True,
@@ -115,8 +114,9 @@ def decode_cuda(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, den
     d, h = q.shape[2], arena.shape[1]
     if not supports(q, h, dense_dtype):
         raise ValueError(
-            f"queries {tuple(q.shape)} of {q.dtype} on {h} KV heads with dense pages of {dense_dtype}; the kernel accepts torch.bfloat16 and "
-            f"torch.float16, head_dim {' and '.join(map(str, HEAD_DIMS))}, 1 to {MAX_GROUP} query heads to a KV head, {MAX_BATCH} sequences"
+            f"queries {tuple(q.shape)} of {q.dtype} on {h} KV heads with dense pages of {dense_dtype}; the kernel accepts torch.bfloat16 "
+            f"and torch.float16, head_dim {' and '.join(map(str, HEAD_DIMS))}, 1 to {MAX_GROUP} query heads to a KV head and {MAX_BATCH} "
+            "sequences"
         )
     frame_bytes = frame.frame_bytes(d)
     if arena.shape[2] != frame_bytes or not arena.is_contiguous() or arena.data_ptr() % 16:
@@ -124,7 +124,7 @@ def decode_cuda(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, den
             f"arena {tuple(arena.shape)} must be contiguous, aligned to 16 bytes, with {frame_bytes} bytes a frame and KV head"
         )
     w = workspace or make_workspace(q, h)
-    kernel = cuda.kernel("decode", "decode", options(d, q.dtype, dense_dtype), shared_bytes(d), q.device.index or 0)
+    kernel = cuda.kernel("decode", "decode", options(d, dense_dtype), shared_bytes(d), q.device.index or 0)
     with torch.cuda.device(q.device):
         kernel((h, w.part.shape[1] - q.shape[0]), 32 * WARPS, arguments(q, arena, table, scale, rotated, w))
     return w.out, w.lse

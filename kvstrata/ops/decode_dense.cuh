@@ -29,13 +29,13 @@ INLINE void fetch_piece(u32 to, const u8* from, u32 stride, u32 frames, int lane
 }
 
 // Queries as operand b of the product over channels, in the pages' type: channels 16 f + 2t, .. and 16 f + 8 + 2t, ..
-template <bool OTHER, bool BF16>
-INLINE void load_dense_query(u32 (&q)[D / 8], const u16* from, int group, bool negative, int lane) {
+template <bool BF16>
+INLINE void load_dense_query(u32 (&q)[D / 8], const u16* from, bool bf16, int group, bool negative, int lane) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < D / 8; i++) {
         u32 x = g < group ? __ldg((const u32*)(from + g * D + i * 8 + 2 * t)) : 0;
-        if constexpr (OTHER != BF16) x = pack<BF16>(unpack<OTHER>(x & 0xFFFF), unpack<OTHER>(x >> 16));
+        if (bf16 != BF16) x = pack<BF16>(unpack(x & 0xFFFF, bf16), unpack(x >> 16, bf16));
         q[i] = negative ? x ^ 0x80008000u : x;
     }
 }
@@ -76,8 +76,8 @@ INLINE void dense_weigh(Sums& a, u32 p0, u32 p1, u32 from) {
 }
 
 // Pages first, first + WARPS, ... of `count`, as attend_planes; q_from: queries [group, D]. The sums' units are those of the numbers.
-template <bool OTHER, bool BF16>
-INLINE void attend_dense(Sums& a, const u16* q_from, int group, float qk_scale, const Warp& warp, const u8* arena, u32 stride, const u32* frames,
+template <bool BF16>
+INLINE void attend_dense(Sums& a, const u16* q_from, bool q_bf16, int group, float qk_scale, const Warp& warp, const u8* arena, u32 stride, const u32* frames,
                          const u32* live, int live_stride, int first, int count) {
     constexpr int AHEAD = PIECES - 1;
     const int lane = warp.lane;
@@ -85,7 +85,7 @@ INLINE void attend_dense(Sums& a, const u16* q_from, int group, float qk_scale, 
     const auto look_up = [&](int k) { return __ldg(row + (i64)min(k, count - 1) * (WARPS * DENSE_FRAMES)); };
     u32 now = look_up(0), next = look_up(1), alive[1], slot = 0, free = AHEAD * PIECE, p[1][4], q[D / 8];
     Table<1, 1> masks(live + (i64)first * live_stride, live_stride, live_stride ? count : 0, lane);
-    load_dense_query<OTHER, BF16>(q, q_from, group, qk_scale < 0.0f, lane);
+    load_dense_query<BF16>(q, q_from, q_bf16, group, qk_scale < 0.0f, lane);
     // a unit is positive, for a maximum is taken before it is applied
     const float unit = fmaxf(fabsf(qk_scale), 1e-30f), units[2] = {unit, unit};
     const u8* from = fixed(arena + lane * 16);

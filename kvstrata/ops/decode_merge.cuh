@@ -12,7 +12,7 @@ struct Output {
     float* part;   // [H, rows, group, D]
     float* stat;   // [H, rows, 2, 8]: m and total of each head
     int* arrived;  // [B, H], 0 between launches
-    bool rotated;
+    bool bf16, rotated;
 };
 
 struct Merged {
@@ -76,7 +76,7 @@ INLINE void load_row(float (&x)[N], const float* row) {
 
 // One head of `count` rows of parts; part and stat point to the first row
 INLINE Merged merge_rows(const float* part, const float* stat, int count, int group, int head, int lane) {
-    constexpr int ROWS = 16;  // at a time
+    constexpr int ROWS = 8;  // at a time
     Merged a = {};
     a.m = NOTHING;
 #pragma unroll 1
@@ -117,7 +117,8 @@ INLINE void rotate(float (&x)[LANE_CHANNELS], int lane) {
                 const float a = x[i], b = x[i | bit];
                 x[i] = a + b, x[i | bit] = a - b;
             }
-#pragma unroll
+    // rolled: code that runs once costs its way from memory
+#pragma unroll 1
     for (int bit = 1; bit < 32; bit *= 2)
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; i++) {
@@ -129,7 +130,6 @@ INLINE void rotate(float (&x)[LANE_CHANNELS], int lane) {
 }
 
 // A head's merged sums -> out and lse. row: b * query heads + head; without a live token 0 and -inf
-template <bool BF16>
 INLINE void write_head(Merged a, const Output& to, i64 row, int lane) {
     const float inverse = a.total > 0.0f ? reciprocal(a.total) : 0.0f;
 #pragma unroll
@@ -137,7 +137,7 @@ INLINE void write_head(Merged a, const Output& to, i64 row, int lane) {
     if (to.rotated) rotate(a.x, lane);
     u32* out = (u32*)to.out + (row * D + lane * LANE_CHANNELS) / 2;
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS / 2; i++) out[i] = pack<BF16>(a.x[2 * i], a.x[2 * i + 1]);
+    for (int i = 0; i < LANE_CHANNELS / 2; i++) out[i] = pack(a.x[2 * i], a.x[2 * i + 1], to.bf16);
     if (lane == 0) to.lse[row] = a.total > 0.0f ? (a.m - P_BITS + log2_fast(a.total)) * 0.6931471805599453f : __uint_as_float(0xFF800000u);
 }
 

@@ -53,12 +53,12 @@ INLINE u32 pack(float lo, float hi) {
     return out;
 }
 
-template <bool BF16>
-INLINE float unpack(u16 x) {
-    if constexpr (BF16) return __uint_as_float((u32)x << 16);
+INLINE u32 pack(float lo, float hi, bool bf16) { return bf16 ? pack<true>(lo, hi) : pack<false>(lo, hi); }
+
+INLINE float unpack(u16 x, bool bf16) {
     float out;
     asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(x));
-    return out;
+    return bf16 ? __uint_as_float((u32)x << 16) : out;
 }
 
 INLINE u32 mul2(u32 a, u32 b) {
