@@ -236,3 +236,31 @@ def test_bad_settings_name_the_accepted_ones(model: PreTrainedModel, tokenizer: 
     ):
         with pytest.raises(ValueError, match=message):
             Session(model, tokenizer, **arguments)
+
+
+def test_anchors_follow_the_turns_and_are_reported(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    settings = {"tier": Tier.INT2, "anchor_tier": Tier.INT8, "rho": 0.1, "refresh": 8}
+    with Session(model, tokenizer, "hyquant", policy_settings=settings, window=32) as session:
+        messages = conversation(1, words=30)
+        for _ in range(2):
+            reply = session.chat(messages, tools=[TOOL], max_new_tokens=20, min_new_tokens=20)
+            session.store.check_integrity()
+            report, (s,) = reply.report, session.store.sequences
+            assert s.plan.anchors is not None and report.anchors == s.plan.anchors.count > 0
+            assert 0 <= report.anchors_promoted <= report.anchors
+            assert s.num_tokens - s.chosen_at < 8
+            # the newest 64 queries of each layer are paid for, besides the frames
+            assert report.bytes_queries == model.config.num_hidden_layers * 64 * model.config.num_attention_heads * 64 * 2
+            assert report.bytes_stored == session.store.bytes_in_use + report.bytes_queries
+            messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "Go on."}]
+        before = [page.positions.tolist() for page in s.anchors]
+        with pytest.raises(RuntimeError, match="no room"):
+            session.chat(messages, max_new_tokens=4, logits_processor=[_refuse])
+        (s,) = session.store.sequences
+        assert [page.positions.tolist() for page in s.anchors] == before
+        session.store.check_integrity()
+    assert not any(session.store.queries.ref_counts)
+
+
+def _refuse(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no room")

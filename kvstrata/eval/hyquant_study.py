@@ -196,20 +196,15 @@ def main(
     loaded, tokenizer = load(model)
     traces = load_traces(source, max(at) + 1).traces
     name = Path(model).name
+
+    def chosen(all_rows: Sequence[Row]) -> list[Row]:
+        return [r for r in all_rows if r.group in groups and (not only or r.label in only.split(";"))]
+
     for trace in (traces[i] for i in at):
-        study(
-            loaded,
-            tokenizer,
-            name,
-            trace,
-            [r for r in make_rows() if r.group in groups and (not only or r.label in only.split(";"))],
-            data,
-            out,
-        )
+        study(loaded, tokenizer, name, trace, chosen(make_rows()), data, out)
         if {"coverage", "error"} & set(groups):
             from_one_pass(loaded, tokenizer, name, trace, data, out)
-        if "generation" in groups:
-            generate(loaded, tokenizer, name, trace, generated, data, out)
+        generate(loaded, tokenizer, name, trace, chosen(generation_rows()), generated, data, out)
 
 
 def study(
@@ -249,9 +244,11 @@ def from_one_pass(
 
 
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, trace: Trace, count: int, data: dict[str, Any], out: Path
-) -> None:
-    missing = [r for r in generation_rows() if not _has(data, name, trace.id, r.group, r.label)]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, trace: Trace, rows: Sequence[Row], count: int,
+    data: dict[str, Any], out: Path,
+) -> None:  # fmt: skip
+    """Run what is missing of `rows` along one long reply."""
+    missing = [r for r in rows if not _has(data, name, trace.id, r.group, r.label)]
     if not missing:
         return
     context = reporting(tokenizer, trace)
@@ -297,16 +294,17 @@ def add(data: dict[str, Any], out: Path, run: dict[str, Any]) -> None:
 
 def markdown(data: dict[str, Any]) -> str:
     """A table for each group and model, and the figures we hold ourselves to."""
-    runs = data["runs"]
-    tables = []
-    order = [(r.group, r.label) for r in make_rows()]
-    for group, model in dict.fromkeys(
-        (r["group"], r["model"]) for r in sorted(runs, key=lambda r: GROUPS.index(r["group"])) if "bits" in r
-    ):
-        mine = [r for r in runs if (r["group"], r["model"]) == (group, model) and "bits" in r]
-        labels = sorted({r["label"] for r in mine}, key=lambda x: order.index((group, x)) if (group, x) in order else len(order))
-        rows = [pooled([r for r in mine if r["label"] == x]) | _more([r for r in mine if r["label"] == x]) for x in labels]
-        tables.append((group, f"{model}, {mine[0]['protocol']}", sorted(rows, key=lambda r: r["bits"])))
+    runs, tables = data["runs"], []
+    scored = [r for r in runs if "bits" in r]
+    for group, model in dict.fromkeys((r["group"], r["model"]) for r in sorted(scored, key=lambda r: GROUPS.index(r["group"]))):
+        mine = [r for r in scored if (r["group"], r["model"]) == (group, model)]
+        traces = sorted({r["trace"] for r in mine})
+        # rows are compared on the same conversations only: on all of them together, and on each
+        for these in ([traces] if len(traces) > 1 else []) + [[t] for t in traces]:
+            of = {x: [r for r in mine if r["label"] == x and r["trace"] in these] for x in dict.fromkeys(r["label"] for r in mine)}
+            rows = [pooled(x) | _more(x) for x in of.values() if len(x) == len(these)]
+            tables.append((group, f"{model}, {mine[0]['protocol']}, {' and '.join(these)}", sorted(rows, key=lambda r: r["bits"])))
+    tables = [t for t in tables if t[2]]
     environment = Environment(
         loader=PackageLoader("kvstrata.eval"), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )

@@ -92,9 +92,10 @@ class AnchorJob:
         best = score.masked_fill_(self._barred, -torch.inf).topk(self._count, dim=1).indices  # [H, count]
         slots = len(self.frames) * PAGE_SIZE
         index = best.T[:, :, None].expand(-1, -1, keys.shape[-1])
-        # a head's empty slots repeat its first anchor, so that they widen no group's range
+        # empty slots, all in the last page, repeat that page's first anchor, so that they widen no group's range
+        first = slots - PAGE_SIZE
         k, v = (
-            torch.cat([x, x[:1].expand(slots - self._count, -1, -1)]).unflatten(0, (-1, PAGE_SIZE))
+            torch.cat([x, x[first : first + 1].expand(slots - self._count, -1, -1)]).unflatten(0, (-1, PAGE_SIZE))
             for x in (keys.gather(0, index), values.gather(0, index))
         )
         tier = self._anchors.tier

@@ -279,3 +279,16 @@ def test_a_step_where_nothing_is_due_sends_the_device_only_the_window(monkeypatc
         monkeypatch.setattr(torch, "from_numpy", counted)
     # 5 window pages at most: where each lies, its frames and its mask; counts of three sequences
     assert sent and max(sent) <= 3 * 4 * store.layout.frames(Tier.BF16)
+
+
+def test_empty_slots_widen_no_range() -> None:
+    """A page of one anchor and 31 empty slots holds that anchor as exactly as eight bits hold 32 equal tokens."""
+    store = make_store()
+    one = store.add_sequence(plan(33, Tier.INT8))
+    feed(store, one, list(range(300)))
+    page = store.sequence(one).anchors[1]
+    for layer in range(L):
+        k, _ = store.read_pages(store.arena.buffer[layer], torch.tensor([page.frames], dtype=torch.int32), page.tier)
+        true, _ = kv(list(range(300)), layer)
+        for head in range(H):
+            assert (k[0, 0, head] - true[int(page.positions[layer, head, 0]), head]).abs().max() < 1e-3
