@@ -177,3 +177,25 @@ def test_verdicts_compare_what_the_same_conversations_gave() -> None:
     runs[2]["kl"] = 0.02
     assert "MISSED" in study.verdicts(runs)[0]
     assert "met" in lines[-1] and "strict INT4" in lines[-1]
+
+
+def test_one_forward_pass_and_one_long_reply_fill_their_tables(tokenizer: Any, tmp_path: Path) -> None:
+    model, out = tiny_model(), tmp_path / "study"
+    covered, errors = study.attention_of(model, render(tokenizer, LONG), lengths=(256, 4096))
+    # a conversation is no longer than it is
+    assert len(covered) == 2 and list(errors) == [256]
+    mean = {label: sum(x) / 2 for label, x in errors[256].items()}
+    assert mean["INT8"] < mean["INT4 + 5%"] < mean["INT4"] < mean["INT2"]
+    data: dict[str, Any] = {"runs": []}
+    study.from_one_pass(model, tokenizer, "tiny", LONG, data, out)
+    rows = study.generation_rows()[:1]
+    study.generate(model, tokenizer, "tiny", LONG, rows, 70, data, out)
+    runs = json.loads(out.with_suffix(".json").read_text())["runs"]
+    # a tiny conversation has none of the study's prefix lengths
+    assert [r["group"] for r in runs] == ["coverage", "generation"]
+    assert len(runs[1]["parts"]) == 2 and runs[1]["scored"] == 69
+    table = out.with_suffix(".md").read_text()
+    assert f"| tiny, long_1 | INT2 | {runs[1]['kl']:.4f} | {runs[1]['parts'][0]:.4f} {runs[1]['parts'][1]:.4f} |" in table
+    assert f"| tiny, long_1 | {runs[0]['tokens']} | {runs[0]['share']['top 1%']:.3f} |" in table
+    study.generate(model, tokenizer, "tiny", LONG, rows, 70, json.loads(out.with_suffix(".json").read_text()), out)
+    assert out.with_suffix(".md").read_text() == table
