@@ -1,20 +1,24 @@
 """Decode over stored pages: time, bytes moved and percent of the floor, beside bf16, fp8 and a plain low-bit kernel.
 
-    python -m benchmarks.bench_decode [--fa3 path/of/_vllm_fa3_C.abi3.so] [--quick]
+    python -m benchmarks.bench_decode [--fa3 path/of/_vllm_fa3_C.abi3.so] [--quick] [--triton]
 
+Timed is the kernel that `decode` runs (KVSTRATA_BACKEND), with a workspace; --triton times Triton's beside it.
 floor: the bytes that the pages hold (planes and metadata) over copy bandwidth, measured in the same process.
 """
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from benchmarks.baselines import best_bf16, fa3_fp8, plain_int4
 from benchmarks.common import check, copy_bandwidth, microseconds, random_arena, relative_error, save, softmax_scale
-from kvstrata.ops.decode import decode_ref
-from kvstrata.ops.decode_kernel import decode_triton, make_workspace
+from kvstrata.ops import backend, decode_cuda, decode_kernel
+from kvstrata.ops.decode import decode, decode_ref
+from kvstrata.ops.table import PageTable
 from kvstrata.types import PAGE_SIZE, Tier
 
 HEADS, HEAD_DIM = 8, 128
@@ -57,13 +61,24 @@ SHAPES = (
 """Sequences, tokens each, query heads to a KV head."""
 
 
+def kernels(q: Tensor, arena: Tensor, table: PageTable, scale: float) -> dict[str, Callable[[], object]]:
+    """By name, the kernels that do this shape, each with its workspace: the one that `decode` runs first."""
+    out: dict[str, Callable[[], object]] = {}
+    if backend.use_cuda(q) and decode_cuda.supports(q, HEADS, torch.bfloat16):
+        space = decode_cuda.make_workspace(q, HEADS)
+        out["cuda"] = partial(decode_cuda.decode_cuda, q, arena, table, scale, dense_dtype=torch.bfloat16, workspace=space)
+    room = decode_kernel.make_workspace(q, HEADS, len(table.segments))
+    out["triton"] = partial(decode_kernel.decode_triton, q, arena, table, scale, dense_dtype=torch.bfloat16, workspace=room)
+    return out
+
+
 def check_all(group: int) -> None:
     """Against the reference on a ragged batch, before anything is timed."""
     for setting in SETTINGS:
         counts = {t: [c[0], c[0] // 3] for t, c in setting.counts(96, 2).items()}
         arena, table, _ = random_arena(counts, HEADS, HEAD_DIM, live_fraction=setting.live())
         q = torch.randn(2, HEADS * group, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        out, _ = decode_triton(q, arena, table, 1.0, dense_dtype=torch.bfloat16)
+        out, _ = decode(q, arena, table, 1.0, dense_dtype=torch.bfloat16)
         ref, _ = decode_ref(q, arena, table, 1.0, dense_dtype=torch.bfloat16)
         # both outputs are rounded to bfloat16
         check(f"{setting.name}, {group} query heads a KV head", relative_error(out, ref), 6e-3)
@@ -73,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fa3", help="path of vLLM's _vllm_fa3_C.abi3.so: adds FlashAttention 3 with a paged fp8 cache")
     parser.add_argument("--quick", action="store_true", help="the first three shapes only")
+    parser.add_argument("--triton", action="store_true", help="times Triton's kernel too, where it is not the one that decode runs")
     options = parser.parse_args()
     for group in (4, 8):
         check_all(group)
@@ -87,18 +103,25 @@ def main() -> None:
         if batch * tokens >= 1 << 18:
             base["plain_int4"] = microseconds(plain_int4(batch, HEADS, tokens, HEAD_DIM))
         print(f"{batch} x {tokens}, group {group}: " + ", ".join(f"{n} {t:.1f} us" for n, t in base.items()), flush=True)
+        pure = 0.0
         for setting in SETTINGS:
             counts = setting.counts(tokens // PAGE_SIZE, batch)
             arena, table, moved = random_arena(counts, HEADS, HEAD_DIM, live_fraction=setting.live())
-            space = make_workspace(q, HEADS, len(table.segments))
-            us = microseconds(partial(decode_triton, q, arena, table, scale, dense_dtype=torch.bfloat16, workspace=space))
+            run = kernels(q, arena, table, scale)
+            name, first = next(iter(run.items()))
+            us = microseconds(first)
             floor = moved / copy * 1e6
-            row = {"batch": batch, "tokens": tokens, "group": group, "setting": setting.name, "us": us, "bytes": moved}
-            row["percent_of_floor"] = 100 * floor / us
+            pure = pure or us
+            row = {"batch": batch, "tokens": tokens, "group": group, "setting": setting.name, "kernel": name, "us": us, "bytes": moved}
+            row |= {"percent_of_floor": 100 * floor / us, "over_int2": us / pure}
+            if options.triton and name != "triton":
+                row["triton_us"] = microseconds(run["triton"])
             rows.append(row | {"over_bf16": us / bf16, "bf16_us": bf16} | {f"{n}_us": t for n, t in base.items()})
-            fp8 = f", {base['fa3_fp8'] / us:.2f} x fp8" if options.fa3 else ""
-            print(f"  {setting.name}: {us:.1f} us, {us / bf16:.3f} of bf16{fp8}, {row['percent_of_floor']:.0f}% of floor", flush=True)
-            del arena, table, space
+            beside = f", {base['fa3_fp8'] / us:.2f} x fp8" if options.fa3 else ""
+            beside += f", Triton {row['triton_us']:.1f} us" if "triton_us" in row else ""
+            ratios = f"{us / bf16:.3f} of bf16, {us / pure:.3f} of INT2{beside}, {100 * floor / us:.0f}% of floor"
+            print(f"  {setting.name}: {us:.1f} us, {ratios}", flush=True)
+            del arena, table, run
         save("decode", rows)
 
 

@@ -164,8 +164,8 @@ INLINE void run_of(int& lo, int& hi, const Line& line, u32 before, int count) {
 }
 
 // One warp's turns in the pages of sequence b that start in the block's share
-INLINE void attend(Sums& a, const Tier (&tiers)[TIERS], const Line& line, u32 before, int b, const Warp& warp, const u16* q_from, bool q_bf16,
-                   const u8* arena, u32 stride, int group, float qk_scale) {
+INLINE void attend(Sums& a, const Tier (&tiers)[TIERS], const Line& line, u32 before, int b, const Warp& warp, const u16* q_from,
+                   bool q_bf16, const u8* arena, u32 stride, int group, float qk_scale) {
     const int head = blockIdx.x;
     float unit[2];
     load_query(unit, warp, q_from, q_bf16, group, qk_scale);
@@ -246,8 +246,9 @@ INLINE void prefetch(const void* from, u64 bytes) {
 
 // grid (H, blocks a KV head). q, out [B, Hq, D], lse [B, Hq]; arena [F, H, FRAME] bytes, stride between frames; see Tier and Output.
 // each: blocks a sequence where all are equal, or 0; least: a block's smallest cost
-extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void decode(const u16* q, const u8* arena, void* out, float* lse, float* part, float* stat,
-        int* arrived, TIER(16), TIER(8), TIER(4), TIER(3), TIER(2), int batch, int group, float qk_scale, int stride, int each, int least, int q_bf16, int rotated) {
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void decode(const u16* q, const u8* arena, void* out, float* lse, float* part,
+        float* stat, int* arrived, TIER(16), TIER(8), TIER(4), TIER(3), TIER(2), int batch, int group, float qk_scale, int stride, int each,
+        int least, int q_bf16, int rotated) {
     extern __shared__ uint4 shared[];
     constexpr u32 RING_BYTES = RING + 2 * DECODED;
     const u32 rings = (u32)__cvta_generic_to_shared(shared);
@@ -281,7 +282,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void decode(const u16* 
         if (line.begin >= start + cost) return;
         Sums a;
         clear(a);
-        attend(a, tiers, line, start, b, warp, q + ((i64)b * heads + head) * group * D, q_bf16 != 0, arena + head * FRAME, stride, group, qk_scale);
+        const u16* own = q + ((i64)b * heads + head) * group * D;
+        attend(a, tiers, line, start, b, warp, own, q_bf16 != 0, arena + head * FRAME, stride, group, qk_scale);
         hand_in(a, warp);
         finish(line, start, cost, b, warp, rings, RING_BYTES, to, batch, group);
         start += line.stride ? line.stride : cost;

@@ -102,7 +102,7 @@ def arguments(q: Tensor, arena: Tensor, table: PageTable, scale: float, rotated:
     # whole blocks for each of equal sequences, unless that leaves many idle; of several tiers, whose costs are estimates, it costs more
     # than it saves
     blocks = w.part.shape[1] - b
-    each = blocks // b if b <= 32 and blocks % b * 16 <= blocks and len(segments) == 1 else 0
+    each = blocks // b if 0 < b <= 32 and blocks % b * 16 <= blocks and len(segments) == 1 else 0
     return [q.contiguous(), arena, w.out, w.lse, w.part, w.stat, w.arrived, *tiers, b, hq // h, scale * math.log2(math.e),
             arena.stride(0), each, LEAST, int(q.dtype is torch.bfloat16), int(rotated)]  # fmt: skip
 

@@ -77,8 +77,8 @@ INLINE void dense_weigh(Sums& a, u32 p0, u32 p1, u32 from) {
 
 // Pages first, first + WARPS, ... of `count`, as attend_planes; q_from: queries [group, D]. The sums' units are those of the numbers.
 template <bool BF16>
-INLINE void attend_dense(Sums& a, const u16* q_from, bool q_bf16, int group, float qk_scale, const Warp& warp, const u8* arena, u32 stride, const u32* frames,
-                         const u32* live, int live_stride, int first, int count) {
+INLINE void attend_dense(Sums& a, const u16* q_from, bool q_bf16, int group, float qk_scale, const Warp& warp, const u8* arena, u32 stride,
+                         const u32* frames, const u32* live, int live_stride, int first, int count) {
     constexpr int AHEAD = PIECES - 1;
     const int lane = warp.lane;
     const u32* row = frames + (i64)first * DENSE_FRAMES + min(lane, DENSE_FRAMES - 1);

@@ -70,8 +70,8 @@ struct Table {
 
     // row: of the first page; `words` lie between one page and the next; without pages all words are ones
     INLINE Table(const u32* row, int words, int count, int lane)
-        : row(row + (i64)(lane / N / PAGES * PAGES * WARPS + lane / N % PAGES) * words + lane % N), left(lane < BATCH * N ? count - lane / N : 0),
-          step(BATCH * WARPS * words), at(0) {
+        : row(row + (i64)(lane / N / PAGES * PAGES * WARPS + lane / N % PAGES) * words + lane % N),
+          left(lane < BATCH * N ? count - lane / N : 0), step(BATCH * WARPS * words), at(0) {
         static_assert(BATCH % PAGES == 0, "a batch holds no half of what is taken at a time");
         now = look_up();
         next = look_up();
@@ -219,7 +219,8 @@ INLINE void weigh(Sums& a, const u32 (&base)[V_WORDS], const u32 (&fine)[V_WORDS
 }
 
 template <int PLANES, int PAGES>
-INLINE void all_scores(float (&s)[PAGES][2][4], const u32 (&base)[PAGES][K_WORDS], const u32 (&fine)[PAGES][K_WORDS], const u32 (&q)[PAGES][D / 8]) {
+INLINE void all_scores(float (&s)[PAGES][2][4], const u32 (&base)[PAGES][K_WORDS], const u32 (&fine)[PAGES][K_WORDS],
+                       const u32 (&q)[PAGES][D / 8]) {
 #pragma unroll
     for (int i = 0; i < PAGES; i++) scores_of<PLANES, 0>(s[i], base[i], fine[i], q[i]);
 #pragma unroll
@@ -269,13 +270,14 @@ struct Readers {
     u32 token;  // of block 0; block r: 2 r further
 
     INLINE Readers(u32 decoded, u32 queries, int lane)
-        : k(fixed((lane / 8 * 8 + lane / 4 % 2) * (D / 4) + lane % 4 * (D / 16))), v(fixed(lane * 16)), decoded(fixed(decoded + lane % 4 * 16)),
-          queries(fixed(queries + lane * 16)), token(fixed(lane / 8 * 8 + lane / 4 % 2)) {}
+        : k(fixed((lane / 8 * 8 + lane / 4 % 2) * (D / 4) + lane % 4 * (D / 16))), v(fixed(lane * 16)),
+          decoded(fixed(decoded + lane % 4 * 16)), queries(fixed(queries + lane * 16)), token(fixed(lane / 8 * 8 + lane / 4 % 2)) {}
 };
 
 // live: masks of the pages; unit: base-2 logits of one unit of the first product, of heads 2t and 2t + 1
 template <int K_PLANES, int V_PLANES, int PAGES>
-INLINE void attend_pages(Sums& a, const float (&unit)[2], u32 stage, const Places& places, const Readers& from, const u32 (&live)[PAGES], int lane) {
+INLINE void attend_pages(Sums& a, const float (&unit)[2], u32 stage, const Places& places, const Readers& from, const u32 (&live)[PAGES],
+                         int lane) {
     constexpr int N = K_PLANES + V_PLANES, PAGE = page_bytes<N>();
     decode_metadata<V_PLANES, PAGES>(stage + N * PLANE, places, PAGE, lane);
     const u32 k = stage + from.k, v = stage + from.v + PLANE;
@@ -299,7 +301,8 @@ INLINE void attend_pages(Sums& a, const float (&unit)[2], u32 stage, const Place
 #pragma unroll
             for (int j = 0; j < 4; j++) scaled[i][e + j] = mul2(scale[j], q[j]);
 #pragma unroll
-            for (int j = 0; j < 2; j++) mma<false>(offset[i][j], steps[0], steps[1], steps[2], steps[3], scaled[i][e + j], scaled[i][e + j + 2]);
+            for (int j = 0; j < 2; j++)
+                mma<false>(offset[i][j], steps[0], steps[1], steps[2], steps[3], scaled[i][e + j], scaled[i][e + j + 2]);
         }
     }
     if constexpr (K_PLANES == 4) {
@@ -344,9 +347,10 @@ INLINE void attend_pages(Sums& a, const float (&unit)[2], u32 stage, const Place
 // `count` pages of one sequence, pages_at_once in a row from `first` on, then as many WARPS - 1 times further, ... frames: of its page 0,
 // K_PLANES + V_PLANES a page; live: its masks for this KV head, live_stride words apart, or 0: all live.
 template <int K_PLANES, int V_PLANES>
-INLINE void attend_planes(Sums& a, const float (&unit)[2], const Warp& warp, const u8* arena, u32 stride, const u32* frames, const u32* live,
-                          int live_stride, int first, int count) {
-    constexpr int N = K_PLANES + V_PLANES, PAGES = pages_at_once<N>(), STAGE = PAGES * page_bytes<N>(), STAGES = stages<N>(), AHEAD = STAGES - 1;
+INLINE void attend_planes(Sums& a, const float (&unit)[2], const Warp& warp, const u8* arena, u32 stride, const u32* frames,
+                          const u32* live, int live_stride, int first, int count) {
+    constexpr int N = K_PLANES + V_PLANES, PAGES = pages_at_once<N>(), STAGE = PAGES * page_bytes<N>(), STAGES = stages<N>();
+    constexpr int AHEAD = STAGES - 1;
     static_assert(STAGES >= 2, "RING holds no two stages");
     Table<N, PAGES> table(frames + (i64)first * N, N, count, warp.lane);
     Table<1, PAGES> masks(live + (i64)first * live_stride, live_stride, live_stride ? count : 0, warp.lane);

@@ -44,7 +44,8 @@ INLINE void to_codes(Sums& a) {
 }
 
 template <bool BF16, int PAGES>
-INLINE void exponentials(u32 (&p)[PAGES][4], const float (&s)[PAGES][2][4], const float (&unit)[2], const float (&start)[PAGES][2], const Sums& a) {
+INLINE void exponentials(u32 (&p)[PAGES][4], const float (&s)[PAGES][2][4], const float (&unit)[2], const float (&start)[PAGES][2],
+                         const Sums& a) {
 #pragma unroll
     for (int i = 0; i < PAGES; i++) {
         const float base0 = start[i][0] + (P_BITS - a.m[0]), base1 = start[i][1] + (P_BITS - a.m[1]);
@@ -67,13 +68,15 @@ INLINE float max_of_rows(float x) {
 // Logits unit * s + start of the 32 tokens of each page -> probabilities, as operands b of the product over tokens; raises the
 // reference, and rescales the sums, where one is too large. s: block r of eight rows in s[..][r / 2][r % 2 * 2 ..].
 template <bool BF16, int PAGES>
-INLINE void probabilities(u32 (&p)[PAGES][4], Sums& a, const float (&s)[PAGES][2][4], const float (&unit)[2], const float (&start)[PAGES][2]) {
+INLINE void probabilities(u32 (&p)[PAGES][4], Sums& a, const float (&s)[PAGES][2][4], const float (&unit)[2],
+                          const float (&start)[PAGES][2]) {
     exponentials<BF16>(p, s, unit, start, a);
     // they are not negative, so that their bits are in order; 2**15 and more, up to infinity and NaN, set the highest bit
     constexpr u32 bias = BF16 ? 0x39003900u : 0x08000800u;
     u32 top = 0;
 #pragma unroll
-    for (int i = 0; i < PAGES; i++) top = max_unsigned2(top, max_unsigned2(max_unsigned2(p[i][0], p[i][1]), max_unsigned2(p[i][2], p[i][3])));
+    for (int i = 0; i < PAGES; i++)
+        top = max_unsigned2(top, max_unsigned2(max_unsigned2(p[i][0], p[i][1]), max_unsigned2(p[i][2], p[i][3])));
     if (__any_sync(ALL_LANES, (top + bias & 0x80008000u) != 0)) {
         float alpha[2];
 #pragma unroll
