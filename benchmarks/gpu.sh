@@ -5,7 +5,8 @@
 set -uo pipefail
 out=${1:?usage: benchmarks/gpu.sh OUT [FA3]}
 fa3=${2:+--fa3 $2}
-export PYTHONUNBUFFERED=1
+# the CUDA kernels, decode's included, which "auto" does not take yet
+export PYTHONUNBUFFERED=1 KVSTRATA_BACKEND=cuda
 mkdir -p "$out"
 kernels="tests/ops/test_decode_kernel.py tests/ops/test_extend_kernel.py tests/ops/test_write_kernel.py tests/ops/test_write_cuda.py tests/ops/test_extend_cuda.py tests/ops/test_decode_cuda.py"
 (timeout 80 python3 -m pytest -q -n 6 -m gpu $kernels tests/adapters/test_gpu.py >"$out/tests.log" 2>&1) &

@@ -25,7 +25,7 @@ def main() -> None:
     data = load("decode")
     if data["rows"]:
         where = ", ".join(f"{k} {v}" for k, v in dict(data["environment"]).items() if v)
-        parts.append(f"{where}. 8 KV heads, head_dim 128. {data.get('note', '')}".strip())
+        parts.append(f"{where}. 8 KV heads, head_dim 128. Decode by the {data['rows'][0].get('kernel', 'triton')} kernel.")
         rows = [
             [f"{r['batch']} × {r['tokens']}", r["group"], r["setting"], f"{r['us']:.1f}", f"{r['bytes'] / 1e6:.0f}",
              f"{r['percent_of_floor']:.0f}%", f"{r['over_bf16']:.3f}", f"{r['fa3_fp8_us'] / r['us']:.2f} ×" if "fa3_fp8_us" in r else ""]
@@ -42,7 +42,6 @@ def main() -> None:
             [f"{r['prefix']} + {r['chunk']}", r["tier"], f"{r['us']:.0f}", f"{r['tflops']:.0f}", f"{r.get('speed_over_flash', 0):.2f}"]
             for r in data["rows"]
         ]
-        parts.append(str(data.get("note", "")))
         parts.append(table(["prefix + chunk", "tier", "µs", "TFLOP/s", "speed over flash in bf16"], rows))
     text = PAGE.read_text()
     head, rest = text.split(BEGIN)
