@@ -142,11 +142,14 @@ def markdown(data: dict[str, Any]) -> str:
         for which in dict.fromkeys(kind(r["trace"]) for r in runs if r["group"] == group):
             # a table's first line is what the others are compared with
             first = BEST if group == "profiles" else "ours, 3.0"
-            mine = [r for r in runs if kind(r["trace"]) == which and (r["group"] == group or r["label"] == first)]
+            most = {r["trace"] for r in runs if r["group"] == group and r["label"] != first and kind(r["trace"]) == which}
+            mine = [r for r in runs if r["trace"] in most and (r["group"] == group or r["label"] == first)]
             labels = sorted(dict.fromkeys(r["label"] for r in mine), key=lambda x: (x != first, _order(x, mine)))
-            most = {r["trace"] for r in mine}
             rows = [pooled([r for r in mine if r["label"] == x]) for x in labels]
-            rows = [r for r in rows if group == "scan" or r["runs"] == len(most)] or rows
+            for row in rows:
+                # means over other conversations are no neighbours of the rest
+                if row["runs"] < len(most):
+                    row["label"] += f" ({row['runs']} of {len(most)} conversations)"
             tables.append((group, f"{which}, {len(most)} conversation{'s' * (len(most) > 1)}", rows))
     environment = Environment(
         loader=PackageLoader("kvstrata.eval"), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
