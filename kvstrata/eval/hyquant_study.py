@@ -328,7 +328,7 @@ def verdicts(runs: Sequence[dict[str, Any]]) -> list[str]:
             plain, anchors = (pooled([of[x][t] for t in sorted(both)]) for x in labels[:2])
             ratio = anchors["kl"] / plain["kl"]
             line = f"{labels[1]} ({group}, conversations: {len(both)}): KL at most {most} of {body}'s: {anchors['kl']:.4f} at "
-            line += f"{anchors['bits']:.2f} bits against {plain['kl']:.4f} at {plain['bits']:.2f}, ratio {ratio:.2f}: "
+            line += f"{anchors['bits']:.2f} bits against {plain['kl']:.4f} at {plain['bits']:.2f}, ratio {ratio:.3f}: "
             lines.append(line + ("met" if ratio <= most else "MISSED"))
         all_three = both & set(of[labels[2]])
         if all_three:
@@ -336,8 +336,8 @@ def verdicts(runs: Sequence[dict[str, Any]]) -> list[str]:
             lost = (coarse["kl"] - anchors["kl"]) / (plain["kl"] - anchors["kl"])
             paid = (coarse["bits"] - plain["bits"]) / (anchors["bits"] - plain["bits"])
             lines.append(
-                f"{labels[2]} ({group}): loses {lost:.1%} of that gain, at {paid:.0%} of its bytes: "
-                f"{'met' if lost < 0.1 and paid < 0.6 else 'MISSED'}"
+                f"{labels[2]} ({group}, conversations: {len(all_three)}): loses less than a tenth of that gain: {lost:.1%}: "
+                f"{'met' if lost < 0.1 else 'MISSED'}; takes half of its bytes: {paid:.0%}: {'met' if paid <= 0.5 else 'MISSED'}"
             )
     share = next(r["over_strict"] for r in overhead() if (r["tokens"], r["tier"], r["anchors"]) == (32768, "INT2", "INT8"))
     lines.append(f"INT8 anchors, INT2 tail, 32k: {share:+.1%} against strict INT4, at most +17.4%: {'met' if share < 0.174 else 'MISSED'}")

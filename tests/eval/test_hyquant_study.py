@@ -172,8 +172,8 @@ def test_verdicts_compare_what_the_same_conversations_gave() -> None:
         run("INT2 + 5% INT8", "a", 0.011, 3.0),
     ]
     lines = study.verdicts(runs)
-    assert "ratio 0.33: met" in lines[0] and "conversations: 1" in lines[0]
-    assert "loses 5.0% of that gain, at 50% of its bytes: met" in lines[1]
+    assert "ratio 0.333: met" in lines[0] and "conversations: 1" in lines[0]
+    assert "of that gain: 5.0%: met; takes half of its bytes: 50%: met" in lines[1]
     runs[2]["kl"] = 0.02
     assert "MISSED" in study.verdicts(runs)[0]
     assert "met" in lines[-1] and "strict INT4" in lines[-1]
