@@ -192,8 +192,10 @@ def verdicts(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def nearest(run: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The run of `uniform` on the same conversation with the fewest bits that are no fewer (but for a hundredth)."""
-    uniform = [r for r in runs if r["label"].startswith("uniform") and r["trace"] == run["trace"] and r["bits"] >= run["bits"] - 0.01]
+    """The run of `uniform`, with the window that it needs, on the same conversation with the fewest bits that are no fewer (but for a
+    hundredth)."""
+    windowed = [r for r in runs if r["label"].startswith("uniform") and not r["label"].endswith("no window")]
+    uniform = [r for r in windowed if r["trace"] == run["trace"] and r["bits"] >= run["bits"] - 0.01]
     return min(uniform, key=lambda r: r["bits"], default=None)
 
 
