@@ -35,6 +35,10 @@ Budget = Annotated[float | None, typer.Option(help="Real bits per KV element, ev
 Codec = Annotated[str, typer.Option(help="planes, or a paper's layout: kivi, triaxial, hyquant, hyquant-fp, fp8, int8.")]
 Window = Annotated[int | None, typer.Option(help="Tokens of the recent window's aligned group, kept at BF16; default: the policy's.")]
 DenseType = Annotated[str | None, typer.Option(help="What BF16 pages hold: bfloat16, float16, float32.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="NAME=VALUE: a further setting of the policy, such as profile=profile.json; may be repeated."),
+]
 Traces = Annotated[str, typer.Option(help="JSONL of {messages, tools}, bfcl:multi_turn_base[:N], bfcl:memory:student[:N], recall[:TURNS].")]
 
 
@@ -89,7 +93,13 @@ def load_model(name: str) -> tuple[Any, Any]:
 
 
 def make_setting(
-    policy: str, tier: str | None, budget_bits: float | None, codec: str, window: int | None, dense_dtype: str | None
+    policy: str,
+    tier: str | None,
+    budget_bits: float | None,
+    codec: str,
+    window: int | None,
+    dense_dtype: str | None,
+    settings: list[str] | None = None,
 ) -> "Setting":
     """A setting, its names checked. Raises ValueError naming the accepted ones."""
     from kvstrata.eval.results import Setting
@@ -109,7 +119,20 @@ def make_setting(
         if parsed not in accepted:
             raise ValueError(f"codec {codec!r} has no tier {tier!r}; accepted: {', '.join(accepted.values())}")
         make_policy(policy, tier=parsed)
-    return Setting(policy, parsed, budget_bits, codec, window, dense_dtype)
+    options = dict(map(_named_value, settings or ()))
+    make_policy(policy, **options)
+    return Setting(policy, parsed, budget_bits, codec, window, dense_dtype, tuple(options.items()))
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, VALUE as JSON where it is JSON."""
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise ValueError(f"--set {text!r} is no NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 @contextlib.contextmanager
@@ -130,6 +153,7 @@ def evaluate_command(
     budget_bits: Budget = None,
     codec: Codec = "planes",
     window: Window = None,
+    settings: Settings = None,
     protocol: Annotated[str, typer.Option(help="turns: as a session runs; oneshot: one prefill, the last 400 tokens scored.")] = "turns",
     needles: Annotated[int, typer.Option(help="Facts planted in each conversation that asks nothing itself; 0 for none.")] = 5,
     dense_dtype: DenseType = None,
@@ -142,7 +166,7 @@ def evaluate_command(
         from kvstrata.eval.protocols import check_protocol
         from kvstrata.eval.traces import load_traces
 
-        setting = make_setting(policy, tier, budget_bits, codec, window, dense_dtype)
+        setting = make_setting(policy, tier, budget_bits, codec, window, dense_dtype, settings)
         check_protocol(protocol)
         facts(needles)
         if json_out not in (None, "-"):
@@ -290,12 +314,13 @@ def chat(
     budget_bits: Budget = None,
     codec: Codec = "planes",
     window: Window = None,
+    settings: Settings = None,
     system: Annotated[str, typer.Option(help="System message.")] = "You are a helpful assistant.",
     max_new_tokens: Annotated[int, typer.Option(help="Longest reply.", min=1)] = 256,
 ) -> None:
     """Talk to a model whose cache is stored in strata; an empty line or end of file ends it."""
     with usage_errors():
-        setting = make_setting(policy, tier, budget_bits, codec, window, None)
+        setting = make_setting(policy, tier, budget_bits, codec, window, None, settings)
     loaded, tokenizer = load_model(model)
     from kvstrata.session import Session
 

@@ -127,7 +127,7 @@ def calibrate(
     Raises ValueError for no samples, none long enough, an unknown codec or a model that is not supported."""
     bits = (0, *(t.value for t in MEASURED if t in make_codec(codec).tiers))
     beside = out.with_suffix(".parts.json")
-    key = f"{name} {codec} seed {seed} {_shape(model)}"
+    key = f"{name} {codec} seed {seed} {_shape(model)} {_versions()}"
     parts = _read(beside, key)
     used: dict[str, Part] = {}
     started = time.perf_counter()
@@ -139,13 +139,15 @@ def calibrate(
             parts[sample.digest] = part.to_dict() if part is not None else None
             _write(beside, json.dumps({"key": key, "parts": parts}))
         if (found := parts[sample.digest]) is not None:
-            used[sample.digest] = Part.from_dict(found, len(bits))
+            try:
+                used[sample.digest] = Part.from_dict(found, len(bits))
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise ValueError(f"{beside} was altered: {type(error).__name__} {error}; delete it to measure anew") from error
     progress("done", len(samples), len(samples))
     made = {
         "model": name, "codec": codec, "seed": seed, "conversations": [s.id for s in samples if s.digest in used],
         "data": hashlib.sha256("".join(used).encode()).hexdigest(), "seconds": round(time.perf_counter() - started, 1),
-        "versions": {"kvstrata": kvstrata.__version__, "python": platform.python_version(),
-                     **{p: importlib.metadata.version(p) for p in ("torch", "transformers")}},
+        "versions": _versions(),
     }  # fmt: skip
     profile = join(list(used.values()), bits, made)
     _write(out, profile.to_json())
@@ -154,7 +156,20 @@ def calibrate(
 
 def _shape(model: PreTrainedModel) -> str:
     c = model.config.get_text_config(decoder=True)
-    return f"{c.model_type} {c.num_hidden_layers}x{c.hidden_size} {model.dtype}"
+    return f"{c.model_type} {c.num_hidden_layers}x{c.hidden_size} {model.dtype} {_digest(model)}"
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """Of the weights: of each tensor its name and the sum of its absolute values, so that a tuned checkpoint is another model."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {weight.detach().abs().sum(dtype=torch.float64).item():.17g}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _versions() -> dict[str, str]:
+    packages = {p: importlib.metadata.version(p) for p in ("torch", "transformers")}
+    return {"kvstrata": kvstrata.__version__, "python": platform.python_version(), **packages}
 
 
 def _read(path: Path, key: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a plan may cost, and what policies may look at. Knows no store: whoever asks for a plan says what a page costs at each tier."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,8 +48,8 @@ class Budget:
         if (self.bits is None) == (self.bytes is None):
             raise ValueError(f"budget has bits {self.bits} and bytes {self.bytes}; exactly one of them must be given")
         value = self.bits if self.bits is not None else self.bytes
-        if value is None or not value > 0:
-            raise ValueError(f"budget is {value}; it must be above 0")
+        if value is None or not 0 < value < math.inf:
+            raise ValueError(f"budget is {value}; it must be above 0, and finite")
         if Tier.BF16 not in self.tier_bytes:
             raise ValueError(f"tier_bytes has {', '.join(t.name for t in self.tier_bytes)}; BF16 must be among them, for sinks and window")
         for name in ("num_tokens", "window_pages"):
@@ -117,8 +118,8 @@ def check_tier(tier: Tier, accepted: Sequence[Tier]) -> None:
 
 
 def check_sinks(sinks: int) -> None:
-    if sinks < 0:
-        raise ValueError(f"sinks is {sinks}; accepted: 0 or more pages")
+    if not isinstance(sinks, int) or sinks < 0:
+        raise ValueError(f"sinks is {sinks!r}; accepted: 0 or more pages")
 
 
 def num_pages(num_tokens: int, budget: Budget | None) -> int:

@@ -61,10 +61,15 @@ class Profile:
         for name, (array, shape) in arrays.items():
             if array.shape != shape or not np.isfinite(array).all() or (array < 0).any():
                 raise ValueError(f"{name} has shape {array.shape}, or a value below 0 or not finite; needed: {shape}, all finite")
-        if not self.tokens.sum() or sorted(set(self.bits)) != list(self.bits) or not set(self.bits) >= {0, 2, 4}:
+        known = {t.value for t in Tier if t is not Tier.BF16}
+        if not self.tokens.sum() or sorted(set(self.bits)) != list(self.bits) or not {0, 2, 4} <= set(self.bits) <= known:
             raise ValueError(
-                f"a profile of {self.tokens.sum():g} tokens and bits {self.bits} says nothing; 0, 2 and 4 bits must be among them"
+                f"a profile of {self.tokens.sum():g} tokens and bits {self.bits} says nothing; bits must ascend, 0, 2 and 4 among them; "
+                f"accepted: {', '.join(map(str, sorted(known)))}"
             )
+        for m in MEASURES:
+            if not self.loss[m][:, self.bits.index(2)].sum():
+                raise ValueError(f"loss of {m} is 0 at 2 bits for every tag; a profile must tell tags apart")
 
     # tables
 
@@ -140,19 +145,35 @@ class Profile:
         """Raises ValueError for what is no profile."""
         try:
             data = json.loads(text)
-            bits = tuple(int(b) for b in data["bits"])
+            bits = tuple(data["bits"])
+            if not all(type(b) is int for b in bits):
+                raise TypeError(f"bits {bits} are not all whole numbers")
             tokens, far_tokens = np.zeros(NUM_TAGS), np.zeros((NUM_TAGS, NUM_BINS))
             loss = {m: np.zeros((NUM_TAGS, len(bits))) for m in MEASURES}
             far_loss = np.zeros((NUM_TAGS, NUM_BINS, len(bits)))
             for row in data["tags"]:
                 place = (Age[row["age"].upper()], MODALITIES.index(Modality(row["modality"])), ROLES.index(Role(row["role"])))
                 code = int(np.ravel_multi_index(place, SHAPE))
-                tokens[code], far_tokens[code], far_loss[code] = row["tokens"], row["far_tokens"], row["far_relative"]
+                if tokens[code]:
+                    raise KeyError(f"two rows of {row['age']} {row['modality']} {row['role']}")
+                tokens[code] = _numbers(row["tokens"], ())
+                far_tokens[code], far_loss[code] = (
+                    _numbers(row["far_tokens"], (NUM_BINS,)),
+                    _numbers(row["far_relative"], far_loss[code].shape),
+                )
                 for m in MEASURES:
-                    loss[m][code] = row[m]
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+                    loss[m][code] = _numbers(row[m], (len(bits),))
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a sensitivity profile: {type(error).__name__} {error}") from error
         return cls(bits, tokens, loss, far_tokens, far_loss, data.get("made", {}))
+
+
+def _numbers(value: Any, shape: tuple[int, ...]) -> Floats:
+    """value as float64 of exactly this shape: nothing is broadcast, and text is no number."""
+    array = np.asarray(value)
+    if array.shape != shape or array.dtype.kind not in "if":
+        raise TypeError(f"{str(value)[:40]!r} is not {list(shape) or 'a'} number{'s' * bool(shape)}")
+    return array.astype(np.float64)
 
 
 def _short(values: Floats) -> list[float]:

@@ -5,6 +5,7 @@ hull, chooses among all tiers, for each page: a page's loss is the sum of its to
 paper's. Looks at tags and positions only; attention is not seen, but for the profile that was measured before.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +40,8 @@ class TriAxial:
     tiers: that a page may have; EVICTED and BF16 only where named. sinks: pages at the start that are BF16.
     nominal: mean bits of the stored pages, counted as the paper does, by codes alone; without meaning under a budget.
     solver: greedy or exact. unit: what gets a tier of its own, each page or each tag; a page of many tags then takes their mean's.
-    frozen: a page keeps the tier it was stored at, as under a published port's prefix caching; by default pages age.
+    frozen: a page keeps the tier it was stored at, as under a published port's prefix caching, even where that exceeds the budget; by
+    default pages age.
     axes: what the losses may depend on; measure: relative (errors over the size of each head's output) or mse (the paper's).
     """
 
@@ -64,8 +66,10 @@ class TriAxial:
         object.__setattr__(self, "tiers", tiers)
         object.__setattr__(self, "axes", tuple(self.axes))
         check_sinks(self.sinks)
-        if not self.nominal > 0:
+        if not 0 < self.nominal < math.inf:
             raise ValueError(f"nominal is {self.nominal}; accepted: bits above 0")
+        if not isinstance(self.frozen, bool):
+            raise ValueError(f"frozen is {self.frozen!r}; accepted: True, False")
         for name, value, accepted in (
             ("solver", {self.solver}, SOLVERS), ("unit", {self.unit}, UNITS), ("measure", {self.measure}, MEASURES),
             ("axes", set(self.axes), ALL_AXES),
@@ -75,7 +79,8 @@ class TriAxial:
         load_profile(self.profile)
 
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan:
-        """Raises ValueError, naming the floor, where not even the lowest tier fits everywhere. Instructions are never evicted."""
+        """Raises ValueError, naming the floor, where not even the lowest tier fits a budget everywhere; `nominal` bits below the lowest
+        tier's give that tier. Instructions are never evicted."""
         pages = num_pages(num_tokens, budget)
         body = range(min(self.sinks, pages), pages) if budget is None else budget.body(self.sinks)
         tiers = [Tier.BF16] * min(self.sinks, pages) + [self.tiers[0]] * (pages - min(self.sinks, pages))

@@ -138,6 +138,10 @@ def tag_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequ
         text = tokenizer.apply_chat_template(messages, tools=tools, **kwargs)
     except (TemplateError, TypeError, LookupError, AttributeError, ValueError) as error:
         raise ValueError(f"the chat template refuses this conversation: {error}") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a message holds half a character, {text[error.start]!a}; accepted: whole Unicode") from error
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     pins = _pins(tokenizer, messages, tools, kwargs, text, learned)
     tagger = Tagger(tokenizer)

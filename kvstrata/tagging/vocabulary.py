@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 SPECIAL = 0x1000
 """First character that stands for an added token."""
+MAX_PADDING = 1 << 16
+"""Ids past a tokenizer's own that are taken for padding rows of the model's table; the rows known here grow up to that."""
 _IMAGE = re.compile(r"image|\bimg\b|img_|vision_|video|patch|media_", re.IGNORECASE)
 _MARKUP = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 
@@ -34,6 +36,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special or _MARKUP.fullmatch(token.content)}
         size = max([len(tokenizer), *(i + 1 for i in added)])
+        self.known = size
         names = tokenizer.convert_ids_to_tokens(list(range(size)))
         known = {name for name in names[:4096] if name}
         byte_level = any("Ġ" in name for name in known)
@@ -80,10 +83,16 @@ class Vocabulary:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def check(self, token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Ids as int64 [n]. Those past the table (a model's padding rows) become text of no length; a negative one is a ValueError."""
-        ids = np.asarray(token_ids, np.int64).reshape(-1)
+        """Ids as int64 [n]. Those past the table (a model's padding rows) become text of no length. Raises ValueError for a negative one,
+        one that no model has (MAX_PADDING past the table), and for what is no list of whole numbers."""
+        given = np.asarray(token_ids)
+        if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
+            raise ValueError(f"token ids are {str(token_ids)[:60]}; accepted: a flat list of whole numbers")
+        ids = given.reshape(-1).astype(np.int64)
         if ids.size and ids.min() < 0:
             raise ValueError(f"token id {ids.min()} is negative; token ids are >= 0")
+        if ids.size and ids.max() >= self.known + MAX_PADDING:
+            raise ValueError(f"token id {ids.max()} is none of this tokenizer's; accepted: 0 to {self.known - 1}, and padding rows")
         if ids.size and ids.max() >= len(self.table):
             extra = int(ids.max()) + 1 - len(self.table)
             self.table += [""] * extra

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,3 +106,25 @@ def test_nothing_long_enough_is_an_error_that_says_so(tmp_path: Path) -> None:
         calibrate(tiny("llama"), "tiny", [short], tmp_path / "p.json")
     # the long ones are measured all the same
     assert calibrate(tiny("llama"), "tiny", [short, SAMPLES[0]], tmp_path / "p.json").made["conversations"] == ["a"]
+
+
+def test_other_weights_are_another_model(tmp_path: Path) -> None:
+    """A tuned checkpoint under the same name is measured anew."""
+    model, out = tiny("qwen2"), tmp_path / "profile.json"
+    first = calibrate(model, "model", SAMPLES[:1], out)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.3)
+    second = calibrate(model, "model", SAMPLES[:1], out)
+    assert not np.allclose(first.loss["mse"], second.loss["mse"])
+
+
+def test_altered_parts_are_refused_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    calibrate(tiny("qwen2"), "model", SAMPLES[:1], out)
+    beside = tmp_path / "profile.parts.json"
+    data = json.loads(beside.read_text())
+    data["parts"] = {key: {"tokens": [1]} for key in data["parts"]}
+    beside.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="was altered"):
+        calibrate(tiny("qwen2"), "model", SAMPLES[:1], out)

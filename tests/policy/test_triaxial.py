@@ -1,6 +1,7 @@
 """The knapsack against brute force, the policy's budgets and axes, and profiles as files."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -277,3 +278,43 @@ def test_frozen_pages_neither_rise_nor_fall():
     ageing = make_policy("triaxial").plan(AGENT, N, Signals(9, held=held), budget(3.2))
     assert all(a <= b for a, b in zip(ageing.tiers, held, strict=False))
     assert ageing.tiers[:41] != held
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"bits": [-2, 0, 2, 4, 8]}, "bits must ascend"),
+        ({"bits": [0, 2.7, 3, 4, 8]}, "not all whole numbers"),
+        ({"bits": [0, 2, 3, 4, float("inf")]}, "not all whole numbers"),
+        ({"row": {"relative": 1.0}}, r"'1\.0' is not \[5\] numbers"),
+        ({"row": {"tokens": "5"}}, "'5' is not a number"),
+        ({"twice": True}, "two rows of"),
+        ({"zero": True}, "must tell tags apart"),
+    ],
+)
+def test_an_altered_profile_is_refused(change, told):
+    data = json.loads(load_profile("smollm2").to_json())
+    data["bits"] = change.get("bits", data["bits"])
+    data["tags"][0] |= change.get("row", {})
+    if "twice" in change:
+        data["tags"].append(data["tags"][0])
+    if "zero" in change:
+        for row in data["tags"]:
+            row["relative"] = [0.0] * len(data["bits"])
+    with pytest.raises(ValueError, match=told):
+        Profile.from_json(json.dumps(data))
+
+
+def test_what_is_no_json_at_all_is_refused():
+    for text in ("[" * 100000, "null", "{}"):
+        with pytest.raises(ValueError, match="not a sensitivity profile"):
+            Profile.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [({"nominal": float("inf")}, "nominal is inf"), ({"sinks": 1.5}, "sinks is 1.5"), ({"frozen": "no"}, "frozen is 'no'")],
+)
+def test_settings_of_another_kind_are_refused(setting, told):
+    with pytest.raises(ValueError, match=told):
+        make_policy("triaxial", **setting)

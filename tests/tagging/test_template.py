@@ -314,3 +314,14 @@ def test_a_hundred_thousand_ids_are_quick(qwen):
         tag_ids(qwen, ids)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.06
+
+
+@pytest.mark.parametrize("ids", [[10**9], [2**63], [1.5], [float("inf")], [[1, 2], [3, 4]], None])
+def test_ids_that_no_tokenizer_has_are_refused(qwen, ids):
+    with pytest.raises(ValueError, match="token id"):
+        tag_ids(qwen, ids)
+
+
+def test_half_a_character_is_refused(qwen):
+    with pytest.raises(ValueError, match="half a character"):
+        tag_messages(qwen, [{"role": "user", "content": "a \ud800 b"}])
