@@ -52,6 +52,11 @@ def test_eval_writes_the_documented_json(invoke: Any, good: Path, tmp_path: Path
     assert "uniform INT3" in result.stdout
 
 
+def test_settings_of_a_policy_reach_it() -> None:
+    setting = cli.make_setting("triaxial", None, 3.0, "planes", None, None, ["profile=smollm2", "tiers=[2, 4]", "frozen=true"])
+    assert setting.session_arguments()["policy_settings"] == {"profile": "smollm2", "tiers": [2, 4], "frozen": True}
+
+
 def test_json_on_stdout_is_json_alone(invoke: Any, good: Path) -> None:
     result = invoke(
         "eval", "--model", "tiny", "--traces", good, "--policy", "full", "--protocol", "oneshot", "--needles", "0", "--json", "-"
@@ -107,6 +112,10 @@ def test_nothing_readable_is_a_failure(invoke: Any, tmp_path: Path) -> None:
         (["--traces", "nowhere.jsonl"], "no such file"),
         (["--traces", "bfcl:nothing"], "unknown traces 'bfcl:nothing'; accepted: bfcl:multi_turn_base"),
         (["--limit", "0"], "limit is 0"),
+        (["--set", "sinks"], "--set 'sinks' is no NAME=VALUE"),
+        (["--set", "sinks=two"], "sinks is 'two'"),
+        (["--set", "sink=1"], "unknown setting 'sink' of policy 'uniform'; accepted: tier, sinks, tiers"),
+        (["--policy", "triaxial", "--set", "profile=nowhere.json"], "nowhere.json"),
     ],
 )
 def test_wrong_usage_is_one_clear_line_and_exit_code_2(invoke: Any, good: Path, arguments: list[str], message: str) -> None:
