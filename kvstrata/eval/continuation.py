@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.adapters.hf import attached, cache_keyword, store_config
 from kvstrata.eval.conversation import Conversation
-from kvstrata.eval.metrics import log_probs
+from kvstrata.eval.metrics import divergence, log_probs
 from kvstrata.eval.protocols import Reference, Task, run_reference
 from kvstrata.eval.replay import replayed
 from kvstrata.eval.results import Setting
@@ -77,6 +77,5 @@ def along(model: PreTrainedModel, setting: Setting, reference: Reference, tokens
             model(input_ids=torch.tensor([context]), logits_to_keep=1, **{cache_keyword(model): cache})
         for i in range(1, len(tokens)):
             got = log_probs(model(input_ids=torch.tensor([[tokens[i - 1]]]), **{cache_keyword(model): cache}).logits[0, -1:].float())
-            p = reference.log_probs[i : i + 1]
-            out.append(float((p.exp() * (p - got)).sum()))
+            out.append(float(divergence(reference.log_probs[i : i + 1], got)))
     return out

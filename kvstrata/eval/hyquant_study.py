@@ -5,22 +5,21 @@ writes OUT.json after each run and OUT.md from it. What OUT.json holds already i
 it stopped, and several may write one file. Knows nothing of how a setting is run.
 """
 
-import fcntl
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.adapters.capture import captured
+from kvstrata.eval import study as study_file
 from kvstrata.eval.continuation import along, continue_greedily, reporting
 from kvstrata.eval.conversation import Conversation, render
 from kvstrata.eval.hyquant_probe import Kept, coverage, output_error, overhead, page_mass
@@ -28,8 +27,8 @@ from kvstrata.eval.models import load
 from kvstrata.eval.protocols import Reference, Task, make_task, run_reference, run_session
 from kvstrata.eval.replay import replayed
 from kvstrata.eval.results import Setting
+from kvstrata.eval.study import pooled, record
 from kvstrata.eval.traces import Trace, load_traces
-from kvstrata.eval.triaxial_study import pooled, record
 from kvstrata.ops.codecs import make_codec
 from kvstrata.policy import Budget, Plan, Signals
 from kvstrata.session import Session
@@ -134,7 +133,7 @@ def run_row(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: Row
         last = session.report
         queries = last.bytes_queries
         told = {"anchors": last.anchors, "promoted": last.anchors_promoted, "query_bytes": queries}
-    return record(row, task, outcome) | told | {"protocol": row.protocol}  # type: ignore[arg-type]
+    return record(row.group, row.label, task, outcome) | told | {"protocol": row.protocol}
 
 
 # from one forward pass
@@ -145,12 +144,12 @@ def attention_of(
 ) -> tuple[list[dict[str, float]], dict[int, dict[str, list[float]]]]:
     """Coverage of each layer, and by length and what is kept the error of each layer's output."""
     planes, paper = make_codec("planes"), make_codec("hyquant")
-    whole = {"sinks": True, "window": 64}
-    kept = [Kept("INT8", planes, Tier.INT8, **whole), Kept("INT4, no sinks, no window", planes, Tier.INT4)]  # type: ignore[arg-type]
+    whole = partial(Kept, sinks=True, window=64)
+    kept = [whole("INT8", planes, Tier.INT8), Kept("INT4, no sinks, no window", planes, Tier.INT4)]
     kept += [Kept("INT4, no sinks", planes, Tier.INT4, window=64)]
     for tier in (Tier.INT4, Tier.INT2):
-        kept += [Kept(f"{tier.name}{f' + {r:.0%}' if r else ''}", planes, tier, rho=r, **whole) for r in (0.0, 0.01, 0.05)]  # type: ignore[arg-type]
-    kept += [Kept(f"paper's INT4 tiles{f' + {r:.0%}' if r else ''}", paper, Tier.INT4, rho=r, **whole) for r in (0.0, 0.05)]  # type: ignore[arg-type]
+        kept += [whole(f"{tier.name}{f' + {r:.0%}' if r else ''}", planes, tier, rho=r) for r in (0.0, 0.01, 0.05)]
+    kept += [whole(f"paper's INT4 tiles{f' + {r:.0%}' if r else ''}", paper, Tier.INT4, rho=r) for r in (0.0, 0.05)]
     covered: list[dict[str, float]] = []
     errors: dict[int, dict[str, list[float]]] = {n: {x.label: [] for x in kept} for n in lengths if n + 64 <= len(conversation)}
 
@@ -273,20 +272,7 @@ def add(data: dict[str, Any], out: Path, run: dict[str, Any]) -> None:
     """Both files, whole or not at all, with what another run of the study has added since."""
     data["runs"].append(run)
     print(*key(run), f"KL {run['kl']:.4f}" if "kl" in run else "", f"{run['bits']:.2f} bits" if "bits" in run else "", flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(out.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        if out.with_suffix(".json").exists():
-            known = {key(r) for r in data["runs"]}
-            there = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
-            data["runs"] += [r for r in there["runs"] if key(r) not in known]
-        for suffix, text in ((".json", json.dumps(data, indent=1) + "\n"), (".md", markdown(data))):
-            new = out.with_suffix(suffix + ".new")
-            new.write_text(text, encoding="utf-8")
-            new.replace(out.with_suffix(suffix))
-    finally:
-        os.close(folder)
+    study_file.save(data, out, key, markdown)
 
 
 # tables
@@ -305,11 +291,8 @@ def markdown(data: dict[str, Any]) -> str:
             rows = [pooled(x) | _more(x) for x in of.values() if len(x) == len(these)]
             tables.append((group, f"{model}, {mine[0]['protocol']}, {' and '.join(these)}", sorted(rows, key=lambda r: r["bits"])))
     tables = [t for t in tables if t[2]]
-    environment = Environment(
-        loader=PackageLoader("kvstrata.eval"), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
     rest = {group: [r for r in runs if r["group"] == group] for group in ("coverage", "error", "generation")}
-    return environment.get_template("hyquant.md.j2").render(tables=tables, verdicts=verdicts(runs), overhead=overhead(), **rest)
+    return study_file.render("hyquant.md.j2", tables=tables, verdicts=verdicts(runs), overhead=overhead(), **rest)
 
 
 def _more(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -82,6 +82,11 @@ def empty() -> Scores:
     return Scores(ints, floats, bools, floats, floats, bools, bools, ints)
 
 
+def divergence(reference: Tensor, ours: Tensor) -> Tensor:
+    """KL(reference || ours) of each row, in nats: log-probabilities [n, vocab] -> [n]."""
+    return (reference.exp() * (reference - ours)).sum(-1)
+
+
 def log_probs(logits: Tensor) -> Tensor:
     """Logits [T, vocab] of any float dtype -> float32 log-probabilities [T, vocab], computed a block of rows at a time."""
     out = torch.empty(logits.shape, dtype=torch.float32)
@@ -112,7 +117,7 @@ class Comparison:
             rows = slice(self._seen, self._seen + len(ours))
             targets = self.targets[rows, None]
             reference = torch.full_like(ours, torch.nan) if self.reference is None else self.reference[rows]
-            kl = (reference.exp() * (reference - ours)).sum(-1)
+            kl = divergence(reference, ours)
             best = ours.argmax(-1)
             agree = (best == reference.argmax(-1)) & (self.reference is not None)
             nll_reference, nll = (-x.gather(1, targets).squeeze(1) for x in (reference, ours))

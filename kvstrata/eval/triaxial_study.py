@@ -5,9 +5,7 @@ writes OUT.json after each run and OUT.md from it. Runs that OUT.json holds alre
 where it stopped, and two on different conversations may write one file. Protocol "turns". Knows nothing of how a setting is run.
 """
 
-import fcntl
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvstrata.eval import study as study_file
 from kvstrata.eval.conversation import ask, render
 from kvstrata.eval.evaluate import run
 from kvstrata.eval.models import load
-from kvstrata.eval.needles import judge
-from kvstrata.eval.protocols import Outcome, Task, make_task, run_reference
+from kvstrata.eval.protocols import make_task, run_reference
 from kvstrata.eval.results import Setting
+from kvstrata.eval.study import pooled, record
 from kvstrata.eval.traces import Trace, load_traces
 from kvstrata.policy.triaxial import ALL_AXES
 from kvstrata.session import Session
@@ -97,39 +95,6 @@ def memory(trace: Trace) -> Trace:
     return replace(trace, messages=messages, questions=tuple(questions[:MEMORY_QUESTIONS]))
 
 
-def record(row: Row, task: Task, outcome: Outcome) -> dict[str, Any]:
-    """One run as JSON. KL in nats, means over tokens; bits real, at the context's end."""
-    scores, calls = outcome.scores, outcome.scores.tool_calls
-    facts = judge(task.asked, scores, task.context)
-    return {
-        "group": row.group, "label": row.label, "trace": task.conversation.id, "tokens": outcome.tokens,
-        "bits": outcome.bits_per_element, "bytes": outcome.bytes_in_use, "scored": len(scores.kl), "kl": float(scores.kl_mean),
-        "kl_p95": float(scores.kl_p95), "top1": float(scores.top1), "call_tokens": len(calls.kl), "call_kl": _number(calls.kl_mean),
-        "call_top1": _number(calls.top1), "fact_logp": [f.log_p for f in facts], "facts_hit": sum(f.hit for f in facts),
-        "pages": dict(sorted(Counter(outcome.page_tiers).items())), "seconds": round(outcome.seconds, 1),
-    }  # fmt: skip
-
-
-def _number(x: float) -> float | None:
-    return None if x != x else float(x)
-
-
-def pooled(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Runs of one row on several conversations: means over tokens."""
-    scored, calls = sum(r["scored"] for r in runs), sum(r["call_tokens"] for r in runs)
-    facts, hits = [x for r in runs for x in r["fact_logp"]], sum(r["facts_hit"] for r in runs)
-
-    def mean(key: str, weight: str, total: int) -> float | None:
-        return sum((r[key] or 0.0) * r[weight] for r in runs) / total if total else None
-
-    return {
-        "label": runs[0]["label"], "runs": len(runs), "bits": mean("bits", "tokens", sum(r["tokens"] for r in runs)),
-        "kl": mean("kl", "scored", scored), "top1": mean("top1", "scored", scored), "call_kl": mean("call_kl", "call_tokens", calls),
-        "call_top1": mean("call_top1", "call_tokens", calls), "facts": f"{hits}/{len(facts)}" if facts else "-",
-        "fact_logp": sum(facts) / len(facts) if facts else None,
-    }  # fmt: skip
-
-
 def kind(trace: str) -> str:
     return trace.rstrip("0123456789").rstrip("_") if not trace.startswith("memory") else "memory"
 
@@ -151,12 +116,7 @@ def markdown(data: dict[str, Any]) -> str:
                 if row["runs"] < len(most):
                     row["label"] += f" ({row['runs']} of {len(most)} conversations)"
             tables.append((group, f"{which}, {len(most)} conversation{'s' * (len(most) > 1)}", rows))
-    environment = Environment(
-        loader=PackageLoader("kvstrata.eval"), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
-    return environment.get_template("triaxial.md.j2").render(
-        model=data["model"], tables=tables, verdicts=verdicts(runs), turns=data["turns"]
-    )
+    return study_file.render("triaxial.md.j2", model=data["model"], tables=tables, verdicts=verdicts(runs), turns=data["turns"])
 
 
 def _order(label: str, runs: Sequence[dict[str, Any]]) -> int:
@@ -268,7 +228,7 @@ def study(
             continue
         setting = replace(row.setting, budget_bits=done[row.needs]["bits"]) if row.needs else row.setting
         try:
-            done[row.label] = record(row, task, run(model, tokenizer, setting, task, reference))
+            done[row.label] = record(row.group, row.label, task, run(model, tokenizer, setting, task, reference))
         except ValueError as error:
             print(f"{trace.id} {row.label}: {error}", flush=True)
             continue
@@ -278,26 +238,7 @@ def study(
 
 
 def save(data: dict[str, Any], out: Path) -> None:
-    """Both files, whole or not at all, with what another run of the study has added since."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(out.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        _save(data, out)
-    finally:
-        os.close(folder)
-
-
-def _save(data: dict[str, Any], out: Path) -> None:
-    known = {(r["trace"], r["label"]) for r in data["runs"]}
-    if out.with_suffix(".json").exists():
-        there = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
-        data["runs"] += [r for r in there["runs"] if (r["trace"], r["label"]) not in known]
-        data["turns"] = data["turns"] or there["turns"]
-    for suffix, text in ((".json", json.dumps(data, indent=1) + "\n"), (".md", markdown(data))):
-        new = out.with_suffix(suffix + ".new")
-        new.write_text(text, encoding="utf-8")
-        new.replace(out.with_suffix(suffix))
+    study_file.save(data, out, lambda r: (r["trace"], r["label"]), markdown)
 
 
 if __name__ == "__main__":

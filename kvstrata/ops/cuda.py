@@ -122,6 +122,14 @@ def compiled(name: str, options: Sequence[str]) -> bytes:
     return cubin
 
 
+def readable(x: Tensor) -> Tensor:
+    """x itself where a kernel can read its rows 16 bytes at a time and its strides in bytes are int32, else a copy."""
+    strides = [s * x.element_size() for s in x.stride()[:-1]]
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s < 1 << 31 for s in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 class Kernel:
     """One compiled kernel on one device. `shared_bytes`: dynamic shared memory of a block."""
 

@@ -18,6 +18,7 @@
 #define COSTS {80, 48, 27, 22, 20}
 #endif
 
+#include "ptx.cuh"
 #include "decode_ptx.cuh"
 #include "decode_state.cuh"
 #include "decode_planes.cuh"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.ops import cuda, frame
+from kvstrata.ops.arguments import TIERS, of_tiers
 from kvstrata.ops.table import PageTable
 from kvstrata.types import Tier
 
@@ -16,8 +17,6 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 """Query heads to a KV head: the columns of a product."""
 DTYPES = (torch.bfloat16, torch.float16)
-TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
-"""The order of decode.cu."""
 COSTS = {Tier.BF16: 80, Tier.INT8: 48, Tier.INT4: 27, Tier.INT3: 22, Tier.INT2: 20}
 """What a page costs a block, relative to the others."""
 WARPS, BLOCKS = 6, 2
@@ -29,6 +28,7 @@ LEAST = 8 * COSTS[Tier.INT2]
 MAX_BATCH = 4096
 
 
+@functools.cache
 def options(head_dim: int, dense_dtype: torch.dtype) -> tuple[str, ...]:
     """Compiler's options of the variant for this shape and type."""
     values = {
@@ -86,23 +86,13 @@ def make_workspace(q: Tensor, num_kv_heads: int, blocks: int | None = None) -> W
 
 def arguments(q: Tensor, arena: Tensor, table: PageTable, scale: float, rotated: bool, w: Workspace) -> Sequence[Tensor | int | float]:
     """What the kernel takes, in order."""
-    b, hq, _ = q.shape
-    h = arena.shape[1]
-    segments = {s.tier: s for s in table.segments if s.frames.shape[1]}
-    tiers: list[Tensor | int] = []
-    for tier in TIERS:
-        segment = segments.get(tier)
-        if segment is None:
-            tiers += [w.arrived, w.arrived, w.arrived, 0, 0]
-        elif segment.live is None:
-            tiers += [segment.frames.contiguous(), segment.counts.contiguous(), w.arrived, segment.frames.shape[1], 0]
-        else:
-            live = segment.live.contiguous()
-            tiers += [segment.frames.contiguous(), segment.counts.contiguous(), live, live.shape[1], live.shape[2]]
+    (b, hq, _), h = q.shape, arena.shape[1]
+    tiers = of_tiers(table, w.arrived, 0)
+    pages = tiers[3::5]
     # whole blocks for each of equal sequences, unless that leaves many idle; of several tiers, whose costs are estimates, it costs more
     # than it saves
     blocks = w.part.shape[1] - b
-    each = blocks // b if 0 < b <= 32 and blocks % b * 16 <= blocks and len(segments) == 1 else 0
+    each = blocks // b if 0 < b <= 32 and blocks % b * 16 <= blocks and sum(n != 0 for n in pages) == 1 else 0
     return [q.contiguous(), arena, w.out, w.lse, w.part, w.stat, w.arrived, *tiers, b, hq // h, scale * math.log2(math.e),
             arena.stride(0), each, LEAST, int(q.dtype is torch.bfloat16), int(rotated)]  # fmt: skip
 

@@ -14,14 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvstrata.ops import backend, frame
+from kvstrata.ops import arguments, backend
+from kvstrata.ops.arguments import TIERS
 from kvstrata.ops.attend_kernel import attend_dense, attend_planes
 from kvstrata.ops.merge_kernel import merge_kernel
 from kvstrata.ops.table import PageTable
 from kvstrata.types import Tier
 
-TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
-"""The order in which a sequence's programs take its tiers."""
 COSTS = {Tier.BF16: 80, Tier.INT8: 48, Tier.INT4: 27, Tier.INT3: 23, Tier.INT2: 20}
 """What a page costs a program, relative to the others (planes: measured on an H200; BF16: an estimate)."""
 NUM_STAGES = 3
@@ -216,26 +215,12 @@ def decode_triton(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, d
     b, hq, d = q.shape
     h = arena.shape[1]
     group = hq // h
-    if q.dtype not in (torch.bfloat16, torch.float16) or dense_dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"queries are {q.dtype} and dense pages {dense_dtype}; the kernel accepts torch.bfloat16 and torch.float16")
-    if group * h != hq or not 1 <= group <= 16:
-        raise ValueError(f"{hq} query heads on {h} KV heads; the kernel accepts 1 to 16 query heads to a KV head")
-    frame_bytes = frame.frame_bytes(frame.check_head_dim(d))
-    if arena.shape[2] != frame_bytes or not arena.is_contiguous():
-        raise ValueError(f"arena {tuple(arena.shape)} must be contiguous, with {frame_bytes} bytes a frame and KV head at head_dim {d}")
+    arguments.check(q, h, arena, dense_dtype)
+    frame_bytes = arena.shape[2]
     w = workspace or make_workspace(q, h, max(len(table.segments), 1))
     words, dense = arena.view(torch.uint16), arena.view(dense_dtype)
-    segments = {s.tier: s for s in table.segments}
-    args, has, live = [], [], []
-    for tier in TIERS:
-        segment = segments.get(tier)
-        has.append(segment is not None and segment.frames.shape[1] > 0)
-        live.append(segment is not None and segment.live is not None)
-        if segment is None:
-            args += [w.plan, w.plan, w.plan, 0, 1]
-        else:
-            mask = w.plan if segment.live is None else segment.live
-            args += [segment.frames, segment.counts, mask, segment.frames.shape[1], 1 if segment.live is None else segment.live.shape[2]]
+    args = arguments.of_tiers(table, w.plan, 1)
+    has, live = [n > 0 for n in args[3::5]], [mask is not w.plan for mask in args[2::5]]
     parts = w.part.shape[1]
     cb = max(16, triton.next_power_of_2(d // 8))
     n16 = -(-128 * d // frame_bytes)

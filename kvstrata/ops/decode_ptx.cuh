@@ -67,12 +67,6 @@ INLINE u32 mul2(u32 a, u32 b) {
     return out;
 }
 
-INLINE u32 fma2(u32 a, u32 b, u32 c) {
-    u32 out;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-    return out;
-}
-
 INLINE u32 max_unsigned2(u32 a, u32 b) {
     u32 out;
     asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -80,24 +74,6 @@ INLINE u32 max_unsigned2(u32 a, u32 b) {
 }
 
 INLINE u32 swap_bytes(u32 w) { return __byte_perm(w, w, 0x2301); }
-
-INLINE float exp2_fast(float x) {
-    float out;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
-}
-
-INLINE float log2_fast(float x) {
-    float out;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
-}
-
-INLINE float reciprocal(float x) {
-    float out;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
-}
 
 INLINE void prefetch_l2(const u8* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 

@@ -4,6 +4,7 @@
 // and a producer warp group that turns pages into fp16 tiles of 128 keys in shared memory, two tiles ahead. Consumers see tiles only:
 // dense pages, then planes, tier by tier, then one Hadamard transform of the sum in registers, then the chunk.
 // Compiled with -DD=64 or 128 (head_dim) and -DBF16=0 or 1 (type of q, k, v, out and dense pages; planes are always fp16).
+#include "ptx.cuh"
 #include "extend_mma.cuh"
 #include "extend_pages.cuh"
 
@@ -31,23 +32,6 @@ DEVICE int lane_id() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
-}
-
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-DEVICE float log2_fast(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-DEVICE float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // S = Q K' of 64 rows and a tile, not waited for.

@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from kvstrata.ops import cuda, extend_tiles
+from kvstrata.ops import arguments, cuda, extend_tiles
 from kvstrata.ops.table import PageTable
-from kvstrata.types import PAGE_SIZE, Tier
+from kvstrata.types import PAGE_SIZE
 
-TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
 HEAD_DIMS = (64, 128)
 ROWS, THREADS, KEYS = 128, 384, 128
 """Rows (tokens times query heads of a KV head) and threads of a program, keys of a tile."""
 MAX_SPLITS = 16
 
 
+@functools.cache
 def options(head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """What the source is compiled with; see its head."""
     return (f"-DD={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}")
@@ -37,14 +37,15 @@ def accepts(q: Tensor, arena: Tensor, dense_dtype: torch.dtype) -> bool:
 def extend_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: Tensor, table: PageTable, scale: float, *,
                 dense_dtype: torch.dtype, rotated: bool = True) -> Tensor:  # fmt: skip
     """`extend` in CUDA C++. Raises ValueError for what the kernel does not do."""
-    extend_tiles.check(q, k, arena, dense_dtype)
+    arguments.check(q, k.shape[1], arena, dense_dtype)
     if not accepts(q, arena, dense_dtype):
         raise ValueError(f"head_dim {q.shape[2]}, queries {q.dtype}, dense pages {dense_dtype}: this kernel accepts head_dim "
                          f"{HEAD_DIMS}, one dtype for both, and an arena aligned to 16 bytes")  # fmt: skip
     n, num_qo_heads, d = q.shape
     heads = k.shape[1]
     group = num_qo_heads // heads
-    q, k, v = _aligned(q, q.stride(1) == d), _aligned(k.to(q.dtype)), _aligned(v.to(q.dtype))
+    # q's heads adjoin
+    q, k, v = (cuda.readable(x) for x in (q if q.stride(1) == d else q.contiguous(), k.to(q.dtype), v.to(q.dtype)))
     out = torch.empty(n, num_qo_heads, d, dtype=q.dtype, device=q.device)
     tiles = extend_tiles.tiles(cu_seqlens, ROWS, group)
     if not tiles:
@@ -54,13 +55,13 @@ def extend_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: T
     parts, lses = (torch.empty(s, dtype=torch.float32, device=q.device) for s in ((*shape, d), shape))
     device = q.device.index or 0
     kernel = cuda.kernel("extend", "extend", options(d, q.dtype), shared_bytes(d), device)
-    arguments: list[Tensor | int | float] = [
+    values: list[Tensor | int | float] = [
         q, k, v, out, parts, lses, torch.tensor(tiles, dtype=torch.int32).to(q.device, non_blocking=True), arena,
-        *_segments(table, out), n, splits, heads, group, float(scale * math.log2(math.e)), arena.stride(0), q.stride(0),
+        *arguments.of_tiers(table, out, 0), n, splits, heads, group, float(scale * math.log2(math.e)), arena.stride(0), q.stride(0),
         *k.stride()[:2], *v.stride()[:2], int(rotated),
     ]  # fmt: skip
     with torch.cuda.device(q.device):
-        kernel((len(tiles) * splits * heads,), THREADS, arguments)
+        kernel((len(tiles) * splits * heads,), THREADS, values)
         if splits > 1:
             rows = n * num_qo_heads
             merge = cuda.kernel("extend", "merge", options(d, q.dtype), 0, device)
@@ -87,24 +88,3 @@ def _splits(programs: int, tiles: int, multiprocessors: int) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _aligned(x: Tensor, heads_adjoin: bool = True) -> Tensor:
-    """x itself where the kernel may read its rows 16 bytes at a time, else a copy."""
-    if heads_adjoin and x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _segments(table: PageTable, nothing: Tensor) -> list[Tensor | int]:
-    """frames, counts, live, rows and heads of the live masks for each tier of TIERS; rows 0: no pages, heads 0: all tokens live."""
-    segments = {s.tier: s for s in table.segments}
-    out: list[Tensor | int] = []
-    for tier in TIERS:
-        segment = segments.get(tier)
-        if segment is None:
-            out += [nothing, nothing, nothing, 0, 0]
-        else:
-            live = (nothing, 0) if segment.live is None else (segment.live, segment.live.shape[2])
-            out += [segment.frames, segment.counts, live[0], segment.frames.shape[1], live[1]]
-    return out

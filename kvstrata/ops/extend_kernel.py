@@ -13,13 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvstrata.ops import backend, dense, extend_tiles
+from kvstrata.ops import arguments, backend, dense, extend_tiles
 from kvstrata.ops.quant_kernel import OFFSET_UNIT, fields, fma2, mul2, offset_of, pin, scale_of, weight_of
 from kvstrata.ops.table import PageTable
 from kvstrata.ops.write_kernel import lane_at
-from kvstrata.types import Tier
 
-TIERS = (Tier.BF16, Tier.INT8, Tier.INT4, Tier.INT3, Tier.INT2)
 BLOCK_ROWS, NUM_WARPS, NUM_STAGES, KEYS = 128, 8, 1, 128
 
 
@@ -258,7 +256,7 @@ def extend_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena:
     n, hq, d = q.shape
     h = k.shape[1]
     group = hq // h
-    extend_tiles.check(q, k, arena, dense_dtype)
+    arguments.check(q, h, arena, dense_dtype)
     frame_bytes = arena.shape[2]
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     q = q if q.stride(1) == d else q.contiguous()
@@ -270,17 +268,8 @@ def extend_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena:
     out = torch.empty(n, hq, d, dtype=q.dtype, device=q.device)
     if not tiles:
         return out
-    segments = {s.tier: s for s in table.segments}
-    args, has, live = [], [], []
-    for tier in TIERS:
-        segment = segments.get(tier)
-        has.append(segment is not None and segment.frames.shape[1] > 0)
-        live.append(segment is not None and segment.live is not None)
-        if segment is None:
-            args += [out, out, out, 0, 1]
-        else:
-            mask = out if segment.live is None else segment.live
-            args += [segment.frames, segment.counts, mask, segment.frames.shape[1], 1 if segment.live is None else segment.live.shape[2]]
+    args = arguments.of_tiers(table, out, 1)
+    has, live = [n > 0 for n in args[3::5]], [mask is not out for mask in args[2::5]]
     words, numbers_ = arena.view(torch.uint16), arena.view(dense_dtype)
     extend_kernel[(len(tiles), h)](
         q, k, v, out, torch.tensor(tiles, dtype=torch.int32).to(q.device, non_blocking=True), words, numbers_, *args, group,

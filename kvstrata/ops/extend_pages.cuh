@@ -36,11 +36,6 @@ DEVICE u32 mul2(u32 a, u32 b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
     return x;
 }
-DEVICE u32 fma2(u32 a, u32 b, u32 c) {
-    u32 x;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
-    return x;
-}
 constexpr DEVICE u32 both(u32 half) { return half * 0x10001u; }
 
 // Eight words of a plane, or of a plane and its refinement interleaved: x holds fields 0 to 3, y fields 4 to 7.

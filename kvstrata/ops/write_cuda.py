@@ -3,6 +3,8 @@
 Each op says by `accepts_*` whether it does the shape; the others are Triton's (write_kernel.py). The bytes are the reference's.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -34,14 +36,6 @@ def accepts_tokens(arena: Tensor, k: Tensor, v: Tensor) -> bool:
     return _aligned_arena(arena) and row % 16 == 0 and row <= 1024 and k.dtype == v.dtype
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x itself where a kernel can read its rows 16 bytes at a time and its strides in bytes are int32, else a copy."""
-    strides = [s * x.element_size() for s in x.stride()[:-1]]
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s < 1 << 31 for s in strides):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _rows(frames: Tensor, num: int) -> Tensor:
     """The first `num` frames of each page, side by side. Raises ValueError where a page has fewer."""
     if frames.ndim != 2 or frames.shape[1] < num:
@@ -57,6 +51,7 @@ def _byte_strides(x: Tensor) -> list[int]:
 # ---- pages --------------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def page_options(head_dim: int, dtype: torch.dtype, tier: Tier, settle: bool) -> tuple[str, ...]:
     """What write.cu is compiled with. Bits are the reference's only if products and sums stay apart (fmad)."""
     return ("--fmad=false", f"-DD={head_dim}", f"-DHALF={int(dtype is torch.float16)}", f"-DSETTLE={int(settle)}",
@@ -82,7 +77,7 @@ def write_pages_cuda(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: 
         raise ValueError(
             f"k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}: both must be [pages, {PAGE_SIZE}, heads, head_dim]"
         )
-    k, v = _readable(k), _readable(v)
+    k, v = cuda.readable(k), cuda.readable(v)
     _launch_pages(arena, frames, tier, k, v, frames, [*_byte_strides(k), *_byte_strides(v)], k.shape[3], k.dtype, settle=False)
 
 
@@ -119,6 +114,7 @@ TOKENS, DENSE_THREADS = 32, 256
 """Tokens and threads of a block of write_dense.cu."""
 
 
+@functools.cache
 def dense_options(row_bytes: int, frame_bytes: int, num_frames: int) -> tuple[str, ...]:
     """What write_dense.cu is compiled with."""
     return (f"-DROW={row_bytes}", f"-DFRAME={frame_bytes}", f"-DN={num_frames}")
@@ -129,7 +125,7 @@ def write_dense_cuda(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v
     n, heads, d = k.shape
     if not n:
         return
-    k, v = _readable(k), _readable(v)
+    k, v = cuda.readable(k), cuda.readable(v)
     options = dense_options(d * k.element_size(), arena.shape[2], frames.shape[1])
     kernel = cuda.kernel("write_dense", "write_dense", options, 0, arena.device.index or 0)
     arguments: list[Tensor | int | float] = [
@@ -142,6 +138,7 @@ def write_dense_cuda(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v
 # ---- survivors ----------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def gather_options(head_dim: int, dtype: torch.dtype, tier: Tier) -> tuple[str, ...]:
     """What write_gather.cu is compiled with."""
     return ("--fmad=false", f"-DD={head_dim}", f"-DHALF={int(dtype is torch.float16)}", f"-DK_PLANES={tier.k_planes}",

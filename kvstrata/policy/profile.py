@@ -157,10 +157,8 @@ class Profile:
                 if tokens[code]:
                     raise KeyError(f"two rows of {row['age']} {row['modality']} {row['role']}")
                 tokens[code] = _numbers(row["tokens"], ())
-                far_tokens[code], far_loss[code] = (
-                    _numbers(row["far_tokens"], (NUM_BINS,)),
-                    _numbers(row["far_relative"], far_loss[code].shape),
-                )
+                far_tokens[code] = _numbers(row["far_tokens"], (NUM_BINS,))
+                far_loss[code] = _numbers(row["far_relative"], (NUM_BINS, len(bits)))
                 for m in MEASURES:
                     loss[m][code] = _numbers(row[m], (len(bits),))
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError, OverflowError) as error:

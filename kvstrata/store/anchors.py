@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 def eligible(pages: list[Page]) -> NDArray[np.bool_]:
     """bool [32 * pages]: live tokens of quantized pages."""
-    live = np.array([page.live if page.tier.k_planes else 0 for page in pages], dtype=np.uint32)
-    return ((live[:, None] >> np.arange(PAGE_SIZE, dtype=np.uint32)) & 1).astype(bool).ravel()
+    return _tokens([page.live if page.tier.k_planes else 0 for page in pages]).ravel()
+
+
+def _tokens(masks: list[int]) -> NDArray[np.bool_]:
+    """bool [masks, 32]: live tokens."""
+    return ((np.array(masks, dtype=np.uint32)[:, None] >> np.arange(PAGE_SIZE, dtype=np.uint32)) & 1).astype(bool)
 
 
 def is_due(s: Sequence, anchors: Anchors, new: int, settles: bool, interval: int) -> bool:
@@ -54,8 +58,7 @@ class _Stored:
     @classmethod
     def of(cls, tier: Tier, pages: list[Page], device: torch.device) -> "_Stored":
         mine = [p for p, page in enumerate(pages) if page.frames and page.tier is tier]
-        live = np.array([pages[p].live for p in mine], dtype=np.uint32)
-        page, token = np.nonzero((live[:, None] >> np.arange(PAGE_SIZE, dtype=np.uint32)) & 1)
+        page, token = np.nonzero(_tokens([pages[p].live for p in mine]))
         return cls(
             tier, torch.tensor([pages[p].frames for p in mine], dtype=torch.int32, device=device),
             torch.from_numpy(np.array(mine)[page] * PAGE_SIZE + token).to(device), torch.from_numpy(page * PAGE_SIZE + token).to(device),

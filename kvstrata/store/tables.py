@@ -17,31 +17,28 @@ Rows = dict[Tier, tuple[np.ndarray, np.ndarray]]
 """By tier: frames int32 [N, n] and live masks uint32 [N, layers, KV heads] of one sequence's pages; [N, 1, 1] where all are alike."""
 
 
-def _rows(pages: list[Page]) -> Rows:
-    by_tier: dict[Tier, list[Page]] = {}
-    for page in pages:
+def _rows(pages: list[Page], picked: NDArray[np.uint32] | None = None) -> Rows:
+    """picked: bits [pages, layers, KV heads] of tokens that are attended elsewhere."""
+    by_tier: dict[Tier, list[int]] = {}
+    for p, page in enumerate(pages):
         if page.frames and page.live:
-            by_tier.setdefault(page.tier, []).append(page)
-    return {
-        tier: (np.array([p.frames for p in group], dtype=np.int32), np.array([p.live for p in group], dtype=np.uint32)[:, None, None])
-        for tier, group in by_tier.items()
-    }
+            by_tier.setdefault(page.tier, []).append(p)
+    rows: Rows = {}
+    for tier, of in by_tier.items():
+        live = np.array([pages[p].live for p in of], dtype=np.uint32)[:, None, None]
+        rows[tier] = (np.array([pages[p].frames for p in of], dtype=np.int32), live if picked is None else live & ~picked[of])
+    return rows
 
 
 def _settled_rows(s: Sequence) -> Rows:
     """Rows of settled pages and anchors; an anchor's bit is cleared where it came from."""
-    rows = _rows(s.pages[: s.settled])
     if not s.anchors:
-        return rows
-    picked = picked_bits(s.anchors, s.settled)
-    for tier in list(rows):
-        of = [p for p, page in enumerate(s.pages[: s.settled]) if page.tier is tier and page.frames and page.live]
-        frames, live = rows[tier]
-        alone = s.plan.anchors is not None and s.plan.anchors.alone and tier is not Tier.BF16
-        rows[tier] = (frames, np.zeros_like(picked[of]) if alone else live & ~picked[of])
+        return _rows(s.pages[: s.settled])
+    rows = _rows(s.pages[: s.settled], picked_bits(s.anchors, s.settled))
+    if s.plan.anchors is not None and s.plan.anchors.alone:
+        rows |= {tier: (frames, np.zeros_like(live)) for tier, (frames, live) in rows.items() if tier is not Tier.BF16}
     for page in s.anchors:
-        added = {page.tier: (np.array([page.frames], dtype=np.int32), page.live[None])}
-        _extend(rows, added)
+        _extend(rows, {page.tier: (np.array([page.frames], dtype=np.int32), page.live[None])})
     return rows
 
 

@@ -1,5 +1,6 @@
 """The CUDA C++ decode kernel without a GPU: every variant compiles, and neither spills nor takes more than its share of a chip."""
 
+import functools
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,7 @@ def test_the_kernel_is_given_its_shapes_only(monkeypatch):
     monkeypatch.setattr(backend, "use_cuda", lambda q, auto: True)
     monkeypatch.setattr(backend, "use_triton", lambda q: False)
     monkeypatch.setattr(decode_cuda, "decode_cuda", lambda *args, **kwargs: "kernel")
-    run = lambda q, **kwargs: decode.decode(q, case.arena, case.table, 0.1, dense_dtype=torch.float16, **kwargs)  # noqa: E731
+    run = functools.partial(decode.decode, arena=case.arena, table=case.table, scale=0.1, dense_dtype=torch.float16)
     assert run(torch.zeros(1, 8, 64, dtype=torch.float16)) == "kernel"
     assert run(torch.zeros(1, 9, 64, dtype=torch.float16)) != "kernel"
     assert run(torch.zeros(1, 8, 64)) != "kernel"

@@ -1,5 +1,6 @@
 """The decode kernels (Triton; CUDA C++, which needs a GPU) against float64 attention over the dequantized cache, and their reference."""
 
+import functools
 import math
 
 import pytest
@@ -162,7 +163,7 @@ def test_a_cuda_graph_replays_with_changed_counts_and_queries(kernel):
     case = make_case(counts, heads, head_dim, live={T.BF16: heads})
     q = torch.randn(2, heads * group, head_dim, dtype=torch.bfloat16, device=DEVICE)
     w = (decode_cuda if kernel == "cuda" else decode_kernel).make_workspace(q, heads)
-    run = lambda: RUN[kernel](q, case.arena, case.table, 0.1, dense_dtype=torch.bfloat16, workspace=w)  # noqa: E731
+    run = functools.partial(RUN[kernel], q, case.arena, case.table, 0.1, dense_dtype=torch.bfloat16, workspace=w)
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -101,10 +101,10 @@ def test_shapes_of_other_kernels_are_left_to_them():
 
 def test_unaligned_or_far_strided_input_is_copied():
     x = torch.zeros(1, PAGE_SIZE, HEADS, 64, dtype=BFLOAT)
-    assert write_cuda._readable(x) is x
+    assert cuda.readable(x) is x
     odd = torch.zeros(x.numel() + 1, dtype=BFLOAT)[1:].view(x.shape)
     for other in (odd, x.transpose(2, 3).contiguous().transpose(2, 3), x.expand(2, -1, -1, -1).as_strided(x.shape, (1 << 31, 128, 64, 1))):
-        copy = write_cuda._readable(other)
+        copy = cuda.readable(other)
         assert copy.is_contiguous()
         assert copy.data_ptr() % 16 == 0
 
@@ -223,8 +223,8 @@ def test_gathered_pages_are_those_of_the_reference(head_dim, dtype, tier):
     expected = arena.clone()
     gather_pages_ref(expected, src, tier, picks, dst, head_dim, dtype)
     write_cuda.gather_pages_cuda(arena, src, tier, picks, dst, head_dim, dtype)
-    flat = lambda x: x[dst.long()].transpose(1, 2).reshape(3, 3, -1)[..., : 128 * head_dim]  # noqa: E731
-    assert torch.equal(flat(arena), flat(expected))
+    got, wanted = (x[dst.long()].transpose(1, 2).reshape(3, 3, -1)[..., : 128 * head_dim] for x in (arena, expected))
+    assert torch.equal(got, wanted)
     assert torch.equal(arena[: len(case.arena)], case.arena)
 
 

@@ -1,6 +1,7 @@
 """Sequences with anchors, fed by steps whose queries, keys and values are functions of the tokens alone."""
 
 import functools
+from typing import Any
 
 import torch
 
@@ -8,14 +9,14 @@ from kvstrata.attend import attend
 from kvstrata.ops.table import live_tokens
 from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Anchors, Plan, Tier
-from tests.store.reference import D, H, L, kv
+from tests.store.reference import D, H, L, end, kv
 
 GROUP = 2
 SCALE = 0.3
 
 
-def plan(count: int = 5, tier: Tier = Tier.BF16, body: Tier = Tier.INT2, **how: object) -> Plan:
-    return Plan((Tier.BF16,), body, anchors=Anchors(count, tier, **how))  # type: ignore[arg-type]
+def plan(count: int = 5, tier: Tier = Tier.BF16, body: Tier = Tier.INT2, **how: Any) -> Plan:
+    return Plan((Tier.BF16,), body, anchors=Anchors(count, tier, **how))
 
 
 def queries(tokens: list[int], layer: int) -> torch.Tensor:
@@ -48,12 +49,7 @@ def feed_batch(store: Store, sequences: list[int], tokens: list[list[int]], *, c
         q, (k, v) = queries(flat, layer), kv(flat, layer)
         out.append(attend(store, step, layer, q, k, v, SCALE))
         step.write(layer, k, v, q, SCALE)
-    store.check_integrity()
-    if commit:
-        step.commit()
-    else:
-        step.abort()
-    store.check_integrity()
+    end(store, step, commit)
     return out
 
 

@@ -6,6 +6,7 @@ import torch
 
 from kvstrata.config import StoreConfig
 from kvstrata.ops import quant
+from kvstrata.store.step import Step
 from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Tier
 
@@ -36,6 +37,11 @@ def feed(store: Store, ids: list[int], tokens: list[list[int]], *, commit: bool 
     for layer in range(L):
         # queries, which only sequences with anchors need, are keys
         step.write(layer, *kv(flat, layer), kv(flat, layer)[0])
+    end(store, step, commit)
+
+
+def end(store: Store, step: Step, commit: bool) -> None:
+    """Commit or abort, the books checked on both sides."""
     store.check_integrity()
     if commit:
         step.commit()
