@@ -2,36 +2,29 @@
 
 import functools
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 
-from kvstrata.ops import backend, cuda, decode, decode_cuda, quant
+from kvstrata.ops import backend, decode, decode_cuda, quant
 from kvstrata.ops.decode_cuda import BLOCKS, DTYPES, HEAD_DIMS, WARPS
 from kvstrata.types import Tier
+from tests.ops.cubin import inspect
 from tests.ops.kernel_cases import make_case
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 REGISTERS, SHARED, RESERVED = 65536, 228 << 10, 1 << 10
 """Of a multiprocessor; the last: bytes of shared memory that a block takes beyond what it asks for."""
 
 
 def usage(variant):
     """Registers and bytes of stack of a compiled variant. A spilled register lies on the stack."""
-    cubin = cuda.compile_source(cuda.source("decode"), decode_cuda.options(*variant))
-    path = Path(f"{usage.folder}/{'-'.join(map(str, variant))}.cubin")
-    path.write_bytes(cubin)
-    out = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    (out,) = inspect("decode", decode_cuda.options(*variant), "-res-usage")
     return tuple(int(re.search(rf"{name}:(\d+)", out)[1]) for name in ("REG", "STACK"))
 
 
-def test_every_variant_compiles_without_spills(tmp_path):
-    usage.folder = tmp_path
+def test_every_variant_compiles_without_spills():
     variants = list(product(HEAD_DIMS, DTYPES))
     # the compiler runs outside of Python's lock
     with ThreadPoolExecutor(4) as pool:

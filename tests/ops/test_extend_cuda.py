@@ -3,38 +3,33 @@
 import itertools
 import math
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
-from kvstrata.ops import backend, cuda, extend_cuda, extend_tiles, frame, quant
+from kvstrata.ops import backend, extend_cuda, extend_tiles, frame, quant
 from kvstrata.ops.extend import extend, extend_ref
 from kvstrata.ops.table import PageTable
 from kvstrata.types import Tier
 from tests.ops import test_extend_kernel
+from tests.ops.cubin import inspect
 from tests.ops.kernel_cases import DEVICE, make_case, relative_error
 
 T = Tier
 HALF, BFLOAT = torch.float16, torch.bfloat16
 
 
-def usage_and_code(head_dim, dtype, folder):
+def usage_and_code(head_dim, dtype):
     """What cuobjdump says of a variant's resources, and its instructions."""
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    path = folder / f"{head_dim}-{dtype}.cubin"
-    path.write_bytes(cuda.compile_source(cuda.source("extend"), extend_cuda.options(head_dim, dtype)))
-    return [subprocess.run([tool, flag, path], capture_output=True, text=True, check=True).stdout for flag in ("-res-usage", "-sass")]
+    return inspect("extend", extend_cuda.options(head_dim, dtype), "-res-usage", "-sass")
 
 
-def test_each_variant_compiles_without_spills_at_its_register_cap(tmp_path):
-    variants = [(d, dtype, tmp_path) for d in extend_cuda.HEAD_DIMS for dtype in (HALF, BFLOAT)]
+def test_each_variant_compiles_without_spills_at_its_register_cap():
+    variants = [(d, dtype) for d in extend_cuda.HEAD_DIMS for dtype in (HALF, BFLOAT)]
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(usage_and_code, *zip(*variants, strict=True)))
-    for (head_dim, *_), (usage, code) in zip(variants, found, strict=True):
+    for (head_dim, _), (usage, code) in zip(variants, found, strict=True):
         # 384 threads share 65,536 registers; a stack would be a spill or an array that is indexed at run time
         registers, stacks = (list(map(int, re.findall(rf"{name}:(\d+)", usage))) for name in ("REG", "STACK"))
         assert max(registers) == 168

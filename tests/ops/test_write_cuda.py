@@ -1,9 +1,7 @@
 """The write kernels in CUDA C++: compiled without a GPU and looked at; with one, against the references, byte by byte."""
 
 import re
-import subprocess
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from kvstrata.ops import backend, cuda, dense, frame, quant, write_cuda
 from kvstrata.ops.gather import gather_pages, gather_pages_ref
 from kvstrata.ops.write import settle_pages, write_dense, write_pages
 from kvstrata.types import PAGE_SIZE, Tier
+from tests.ops.cubin import inspect
 from tests.ops.kernel_cases import DEVICE, make_case
 from tests.ops.test_write_kernel import HEADS, pages, poison, scattered
 
@@ -20,13 +19,9 @@ PLANES = (T.INT2, T.INT3, T.INT4, T.INT8)
 HALF, BFLOAT = torch.float16, torch.bfloat16
 
 
-def usage(name, options, folder):
+def usage(name, options):
     """Registers, stack and local bytes a thread."""
-    triton = pytest.importorskip("triton")
-    path = folder / "kernel.cubin"
-    path.write_bytes(cuda.compile_source(cuda.source(name), options))
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    (text,) = inspect(name, options, "-res-usage")
     return tuple(map(int, re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+) ", text).groups()))
 
 
@@ -34,8 +29,8 @@ def usage(name, options, folder):
 @pytest.mark.parametrize(
     "head_dim, dtype, tier, settle", [(128, BFLOAT, t, False) for t in PLANES] + [(64, HALF, T.INT8, True), (256, BFLOAT, T.INT8, False)]
 )
-def test_page_kernels_compile_without_spills_and_leave_room_for_their_blocks(head_dim, dtype, tier, settle, tmp_path):
-    registers, stack, local = usage("write", write_cuda.page_options(head_dim, dtype, tier, settle), tmp_path)
+def test_page_kernels_compile_without_spills_and_leave_room_for_their_blocks(head_dim, dtype, tier, settle):
+    registers, stack, local = usage("write", write_cuda.page_options(head_dim, dtype, tier, settle))
     assert (stack, local) == (0, 0)
     blocks = write_cuda.min_blocks(head_dim)
     assert blocks >= 3
@@ -50,8 +45,8 @@ def test_page_kernels_compile_without_spills_and_leave_room_for_their_blocks(hea
     ("write_gather", write_cuda.gather_options(64, HALF, T.INT2)),
     ("write_gather", write_cuda.gather_options(128, BFLOAT, T.INT8)),
 ])  # fmt: skip
-def test_other_kernels_compile_without_spills(name, options, tmp_path):
-    registers, stack, local = usage(name, options, tmp_path)
+def test_other_kernels_compile_without_spills(name, options):
+    registers, stack, local = usage(name, options)
     assert (stack, local) == (0, 0)
     assert registers <= 128
 
