@@ -64,7 +64,7 @@ SHAPES = (
 def kernels(q: Tensor, arena: Tensor, table: PageTable, scale: float) -> dict[str, Callable[[], object]]:
     """By name, the kernels that do this shape, each with its workspace: the one that `decode` runs first."""
     out: dict[str, Callable[[], object]] = {}
-    if backend.use_cuda(q, auto=False) and decode_cuda.supports(q, HEADS, torch.bfloat16):
+    if backend.use_cuda(q) and decode_cuda.supports(q, HEADS, torch.bfloat16):
         space = decode_cuda.make_workspace(q, HEADS)
         out["cuda"] = partial(decode_cuda.decode_cuda, q, arena, table, scale, dense_dtype=torch.bfloat16, workspace=space)
     room = decode_kernel.make_workspace(q, HEADS, len(table.segments))

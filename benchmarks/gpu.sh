@@ -5,7 +5,7 @@
 set -uo pipefail
 out=${1:?usage: benchmarks/gpu.sh OUT [FA3]}
 fa3=${2:+--fa3 $2}
-# the CUDA kernels, decode's included, which "auto" does not take yet
+# a GPU that the CUDA kernels do not run on is an error here, where "auto" would take Triton's
 export PYTHONUNBUFFERED=1 KVSTRATA_BACKEND=cuda
 mkdir -p "$out"
 kernels="tests/ops/test_decode_kernel.py tests/ops/test_extend_kernel.py tests/ops/test_write_kernel.py tests/ops/test_write_cuda.py tests/ops/test_extend_cuda.py tests/ops/test_decode_cuda.py"

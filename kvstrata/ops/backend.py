@@ -28,13 +28,12 @@ def _chosen() -> str:
     return backend
 
 
-def use_cuda(x: Tensor, *, auto: bool = True) -> bool:
-    """Whether an op on `x` runs its CUDA C++ kernel, where it has one for the shape (else Triton's). auto: whether "auto" takes it, or only
-    "cuda" does. Raises ValueError as `use_triton`."""
+def use_cuda(x: Tensor) -> bool:
+    """Whether an op on `x` runs its CUDA C++ kernel, where it has one for the shape (else Triton's). Raises ValueError as `use_triton`."""
     backend = _chosen()
     if backend == "cuda" and not cuda.can_run(x):
         raise ValueError(f"KVSTRATA_BACKEND is 'cuda', but the tensors are on {x.device}; these kernels need a Hopper GPU and NVRTC")
-    return (backend == "cuda" or (auto and backend == "auto")) and cuda.can_run(x)
+    return backend in ("auto", "cuda") and cuda.can_run(x)
 
 
 def use_triton(x: Tensor) -> bool:

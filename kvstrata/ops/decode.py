@@ -31,8 +31,7 @@ def decode(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dt
     -> out [B, Hq, D] in q's dtype, lse float32 [B, Hq] (natural log; -inf and out 0 where a sequence has no live token).
     """
     planes = decode_pages is quant.decode
-    # its last revision was emulated, not run: until it has passed its tests on a GPU it must be asked for
-    if planes and backend.use_cuda(q, auto=False) and decode_cuda.supports(q, arena.shape[1], dense_dtype):
+    if planes and backend.use_cuda(q) and decode_cuda.supports(q, arena.shape[1], dense_dtype):
         return decode_cuda.decode_cuda(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
     if has_kernel(q, dense_dtype, decode_pages):
         from kvstrata.ops.decode_kernel import decode_triton

@@ -41,7 +41,7 @@ def test_as_many_blocks_fit_as_the_grid_counts_on(head_dim):
 
 def test_the_kernel_is_given_its_shapes_only(monkeypatch):
     case = make_case({Tier.INT2: [1]}, 1, 64)
-    monkeypatch.setattr(backend, "use_cuda", lambda q, auto: True)
+    monkeypatch.setattr(backend, "use_cuda", lambda q: True)
     monkeypatch.setattr(backend, "use_triton", lambda q: False)
     monkeypatch.setattr(decode_cuda, "decode_cuda", lambda *args, **kwargs: "kernel")
     run = functools.partial(decode.decode, arena=case.arena, table=case.table, scale=0.1, dense_dtype=torch.float16)
