@@ -39,7 +39,12 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="NAME=VALUE: a further setting of the policy, such as profile=profile.json; may be repeated."),
 ]
-Traces = Annotated[str, typer.Option(help="JSONL of {messages, tools}, bfcl:multi_turn_base[:N], bfcl:memory:student[:N], recall[:TURNS].")]
+Traces = Annotated[
+    str,
+    typer.Option(
+        help="JSONL of {messages, tools}, bfcl:multi_turn_base[:N], bfcl:memory:student[:N], research:student[:TOKENS], recall[:TURNS]."
+    ),
+]
 
 
 def complain(message: object) -> None:

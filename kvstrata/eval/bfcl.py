@@ -119,8 +119,7 @@ def multi_turn(category: str, limit: int | None = None) -> Iterator[Trace]:
 
 def memory(scenario: str, sessions: int | None = None) -> Trace:
     """What a user told over several sessions, and the set's questions about it, with their answers and source sentences."""
-    told = _read(f"memory_prereq_conversation/memory_{scenario}.json")[:sessions]
-    texts = [message["content"] for session in told for turn in session["question"] for message in turn]
+    texts = [text for _, told in told_sessions(scenario)[:sessions] for text in told]
     messages = [{"role": "system", "content": _LISTENER}] + [{"role": "user", "content": text} for text in texts]
     answers = {x["id"]: x for x in _read("possible_answer/BFCL_v4_memory.json")}
     questions = []
@@ -133,6 +132,12 @@ def memory(scenario: str, sessions: int | None = None) -> Trace:
             answer = _as_told([str(a) for a in truth["ground_truth"]], source)
             questions.append(Question(entry["question"][0][0]["content"], answer, source=source))
     return Trace(f"memory_{scenario}", messages, [], tuple(questions))
+
+
+def told_sessions(scenario: str) -> list[tuple[str, list[str]]]:
+    """The topic of each session of a memory scenario, and what the user said in it."""
+    sessions = _read(f"memory_prereq_conversation/memory_{scenario}.json")
+    return [(s["topic"], [message["content"] for turn in s["question"] for message in turn]) for s in sessions]
 
 
 def _find_source(source: str, texts: list[str]) -> str:

@@ -141,7 +141,7 @@ def _reply(
 
 @dataclass(frozen=True)
 class Asked:
-    """A question at the end of a conversation: the answer's tokens [start, end), and where its source lies (-1: unknown)."""
+    """A question in a conversation, mostly at its end: the answer's tokens [start, end), and where its source lies (-1: unknown)."""
 
     question: Question
     start: int
@@ -150,14 +150,24 @@ class Asked:
 
 
 def ask(tokenizer: PreTrainedTokenizerBase, trace: Trace, questions: Sequence[Question]) -> tuple[Conversation, tuple[Asked, ...]]:
-    """The conversation with each question and its true answer as further turns."""
-    extra = [m for q in questions for m in ({"role": "user", "content": q.text}, {"role": "assistant", "content": q.prefix + q.answer})]
-    conversation = render(tokenizer, replace(trace, messages=trace.messages + extra))
+    """The conversation with each question and its true answer as further turns: where the question's `at` says, the others last."""
+    messages: list[dict[str, Any]] = []
+    # of each question: how many replies follow it
+    places: list[tuple[Question, int]] = []
+    for i in range(len(trace.messages) + 1):
+        for q in questions:
+            if q.at == i or (q.at < 0 and i == len(trace.messages)):
+                messages += [{"role": "user", "content": q.text}, {"role": "assistant", "content": q.prefix + q.answer}]
+                places.append((q, len(messages)))
+        messages += trace.messages[i : i + 1]
+    conversation = render(tokenizer, replace(trace, messages=messages, questions=()))
     ids = conversation.token_ids
-    if len(conversation.replies) < len(questions):
-        raise ValueError(f"trace {trace.id}: the chat template leaves out the answers to its questions")
     asked = []
-    for question, (start, end) in zip(questions, conversation.replies[len(conversation.replies) - len(questions) :], strict=True):
+    for question, end_of in places:
+        index = len(conversation.replies) - 1 - sum(m["role"] == "assistant" for m in messages[end_of:])
+        if index < 0:
+            raise ValueError(f"trace {trace.id}: the chat template leaves out the answers to its questions")
+        start, end = conversation.replies[index]
         first = max((s for s in range(start, end) if question.answer in tokenizer.decode(ids[s:end])), default=start)
         asked.append(Asked(question, first, end - (ids[end - 1] == tokenizer.eos_token_id), conversation.find(question.source)))
     return conversation, tuple(asked)

@@ -13,7 +13,7 @@ from kvstrata.eval.needles import Needle, facts, judge, plant
 from kvstrata.eval.protocols import Outcome, Reference, Task, make_task, run_reference, run_session
 from kvstrata.eval.replay import replayed
 from kvstrata.eval.results import Result, Setting, summarize
-from kvstrata.eval.traces import Trace
+from kvstrata.eval.traces import Trace, at_end
 from kvstrata.session import Session
 
 SLACK = 64
@@ -83,7 +83,8 @@ def evaluate(
 def _tasks(tokenizer: PreTrainedTokenizerBase, trace: Trace, protocol: str, needles: int) -> tuple[Task, Task | None]:
     """What is scored, and the pass with planted facts where the trace asks nothing itself."""
     if trace.questions:
-        return make_task(protocol, *ask(tokenizer, trace, trace.questions)), None
+        questions = at_end(trace.questions) if protocol == "oneshot" else trace.questions
+        return make_task(protocol, *ask(tokenizer, trace, questions)), None
     task = make_task(protocol, render(tokenizer, trace))
     return task, make_task(protocol, *plant(tokenizer, trace, facts(needles))) if needles else None
 

@@ -83,6 +83,7 @@ def judge(asked: Sequence[Asked], scores: Scores, context: int) -> list[Needle]:
     out = []
     for a in asked:
         rows = scores.only(np.isin(scores.position, np.arange(a.start, a.end)))
+        assert len(rows) == a.end - a.start, f"of the answer {a.question.answer!r} {len(rows)} tokens of {a.end - a.start} are scored"
         depth = a.source / context if a.source >= 0 else -1.0
         out.append(Needle(a.question.text, a.question.answer, depth, float(-rows.nll.sum()), bool(rows.hit.all())))
     return out

@@ -2,7 +2,8 @@
 
 turns    turn by turn as a session runs: each chunk dense inside and attending compressed history; every reply after the first is scored
 oneshot  one full-precision prefill, stored once; the last 400 tokens are scored in one chunk
-Questions, where there are some, are asked at the end in both, one after another, and their answers are scored too.
+Questions, where there are some, are asked at the end in both, one after another, and their answers are scored too; turns also takes
+questions in the middle, which are replies like others.
 
 Knows nothing of how results are summed up or shown.
 """
@@ -21,6 +22,7 @@ from kvstrata.adapters.hf import cache_keyword
 from kvstrata.eval.conversation import Asked, Conversation, context_end
 from kvstrata.eval.metrics import Comparison, Scores, log_probs
 from kvstrata.eval.replay import Prefill, Recorder, recorded
+from kvstrata.ops.score import NUM_QUERIES
 from kvstrata.types import Role
 
 PROTOCOLS = ("turns", "oneshot")
@@ -57,16 +59,19 @@ def make_task(protocol: str, conversation: Conversation, asked: tuple[Asked, ...
     n = len(conversation)
     chunks = conversation.chunks()
     answers = [p for a in asked for p in range(a.start, a.end)]
-    context = context_end(conversation, len(asked)) if asked else n
-    questions = [end for _, end in conversation.replies[len(conversation.replies) - len(asked) : -1]] if asked else []
+    last = sum(a.question.at < 0 for a in asked)
+    if protocol == "oneshot" and last < len(asked):
+        raise ValueError(f"trace {conversation.id}: oneshot asks at the end, and {len(asked) - last} questions come earlier")
+    context = context_end(conversation, last) if last else n
+    questions = [end for _, end in conversation.replies[len(conversation.replies) - last : -1]] if last else []
     if protocol == "oneshot":
         tail = min(TAIL, n // 2)
-        chunks = [context, *questions, n] if asked else [n - tail, n]
+        chunks = [context, *questions, n] if last else [n - tail, n]
         scored = answers or list(range(n - tail + 1, n))
     else:
-        told = conversation.replies[1 : len(conversation.replies) - len(asked)]
+        told = conversation.replies[1 : len(conversation.replies) - last]
         chunks = [*(c for c in chunks if c < context), context, *questions, n]
-        scored = [p for start, end in told for p in range(start, end)] + answers
+        scored = sorted({p for start, end in told for p in range(start, end)}.union(answers))
     if not scored or chunks[0] < 1:
         raise ValueError(f"trace {conversation.id}: {protocol} has nothing to score in {n} tokens and {len(conversation.replies)} replies")
     return Task(conversation, tuple(sorted(set(chunks))), tuple(scored), context, asked)
@@ -82,15 +87,18 @@ class Reference:
 
 
 @torch.inference_mode()
-def run_reference(model: PreTrainedModel, task: Task) -> Reference:
-    """The model with transformers' own cache over the task's chunks; of the logits only the scored rows are kept."""
+def run_reference(model: PreTrainedModel, task: Task, queries: int = NUM_QUERIES) -> Reference:
+    """The model with transformers' own cache over the task's chunks; of the logits only the scored rows are kept.
+
+    queries: how many of the first chunk's newest queries its prefill keeps, for settings that choose by more than NUM_QUERIES.
+    """
     cache, prefill, start, rows = DynamicCache(config=model.config), None, 0, []
     started = time.perf_counter()
     for end in task.chunks:
         ids = task.conversation.token_ids[start:end]
         wanted = task.rows(start, end)
         kept = -min(wanted, default=-1)
-        seen = Recorder()
+        seen = Recorder(queries)
         with captured(model, seen.see) if start == 0 else contextlib.nullcontext():
             out = model(torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=kept, **{cache_keyword(model): cache})
         if wanted:

@@ -24,8 +24,8 @@ from kvstrata.ops.score import NUM_QUERIES
 
 @dataclass(frozen=True)
 class Prefill:
-    """keys, values: a layer each, [1, H, tokens, D], keys after RoPE. queries: a layer each, of the last tokens, [Hq, NUM_QUERIES or fewer,
-    D], and scale, of q·k: what chooses anchors. logits: float32 [1, kept, vocab] of the last positions."""
+    """keys, values: a layer each, [1, H, tokens, D], keys after RoPE. queries: a layer each, of the last tokens, [Hq, as many as were
+    recorded, D], and scale, of q·k: what is kept is chosen by them. logits: float32 [1, kept, vocab] of the last positions."""
 
     token_ids: tuple[int, ...]
     keys: tuple[Tensor, ...]
@@ -37,14 +37,14 @@ class Prefill:
 
 
 class Recorder:
-    """Sees a forward pass's attention (adapters/capture.py) and keeps the newest queries."""
+    """Sees a forward pass's attention (adapters/capture.py) and keeps the newest queries, `count` of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = NUM_QUERIES) -> None:
         self.queries: dict[int, Tensor] = {}
-        self.scale = 1.0
+        self.scale, self.count = 1.0, count
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        self.queries[layer], self.scale = q[:, -NUM_QUERIES:].clone(), scale
+        self.queries[layer], self.scale = q[:, -self.count :].clone(), scale
 
 
 def recorded(cache: DynamicCache, seen: Recorder, token_ids: list[int], logits: Tensor, seconds: float) -> Prefill | None:
@@ -74,7 +74,7 @@ def replayed(model: PreTrainedModel, prefill: Prefill | None) -> Iterator[None]:
         if tuple(input_ids[0].tolist()) != prefill.token_ids or not 0 < logits_to_keep <= prefill.logits.shape[1]:
             return original(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
         for i, (k, v, q) in enumerate(zip(prefill.keys, prefill.values, prefill.queries, strict=True)):
-            # attention's output is not wanted; of the queries only the newest are, by which anchors are chosen
+            # attention's output is not wanted; of the queries only those that choose what is kept
             older = q.new_zeros(q.shape[0], k.shape[2] - q.shape[1], q.shape[2])
             kwargs[keyword].write(i, torch.cat([older, q], 1)[None], k, v, prefill.scale)
         return CausalLMOutputWithPast(logits=prefill.logits[:, -logits_to_keep:])

@@ -1,12 +1,12 @@
 """Conversations to judge on, and where they come from. Knows nothing of models, tokenizers or metrics.
 
-A source is the path of a JSONL file of OpenAI-style `{"messages": [...], "tools": [...]}`, `bfcl:CATEGORY[:N]` (bfcl.py) or
-`recall[:TURNS]` (key-value facts told over many turns, asked at the end).
+A source is the path of a JSONL file of OpenAI-style `{"messages": [...], "tools": [...]}`, `bfcl:CATEGORY[:N]` (bfcl.py),
+`research:SCENARIO[:TOKENS]` (research.py) or `recall[:TURNS]` (key-value facts told over many turns, asked at the end).
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,21 @@ class Question:
     """Asked after the conversation: `text` by the user; the reply is `prefix` (given) and then `answer` (scored).
 
     source: the sentence of the conversation that holds the answer; empty where none is known.
+    at: index of the user message before which it is asked; -1: after the conversation.
     """
 
     text: str
     answer: str
     prefix: str = ""
     source: str = ""
+    at: int = -1
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, str):
+            if name != "at" and not isinstance(value, str):
                 raise ValueError(f"question has {name} {value!r}; a string is needed")
+        if type(self.at) is not int or self.at < -1:
+            raise ValueError(f"question {self.text!r} has at {self.at!r}; accepted: the index of a message, or -1 for the end")
         if not self.text or not self.answer:
             raise ValueError(f"question {self.text!r} with answer {self.answer!r}; both need text")
 
@@ -56,6 +60,9 @@ class Trace:
             function = tool.get("function", tool) if isinstance(tool, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise ValueError(f"trace {self.id}: tool {i} is {tool!r}; a function schema with a name is needed")
+        for question in self.questions:
+            if question.at >= len(self.messages) or (question.at >= 0 and self.messages[question.at]["role"] != "user"):
+                raise ValueError(f"trace {self.id}: a question is asked before message {question.at}, which is no message of the user")
 
 
 def check_message(message: Any) -> None:
@@ -90,13 +97,15 @@ class TraceSet:
 
 def load_traces(source: str, limit: int | None = None) -> TraceSet:
     """Traces of a source, the first `limit` of them. Raises ValueError for a source that names nothing."""
-    from kvstrata.eval import bfcl  # imports this module's nouns
+    from kvstrata.eval import bfcl, research  # import this module's nouns
 
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1")
     errors: list[str] = []
     if source.startswith("bfcl:"):
         traces = list(bfcl.load(source, limit))
+    elif source.startswith("research:"):
+        traces = [research.load(source)]
     elif source == "recall" or source.startswith("recall:"):
         traces = [recall(count(source.partition(":")[2] or "24", source))]
     else:
@@ -117,7 +126,9 @@ def count(text: str, source: str) -> int:
 def read_jsonl(path: Path, limit: int | None = None) -> tuple[list[Trace], list[str]]:
     """Traces of a JSONL file, and a message for each broken line (`FILE, line N: why`)."""
     if not path.is_file():
-        raise ValueError(f"traces {str(path)!r}: no such file; accepted: a JSONL file, bfcl:CATEGORY[:N], recall[:TURNS]")
+        raise ValueError(
+            f"traces {str(path)!r}: no such file; accepted: a JSONL file, bfcl:CATEGORY[:N], research:SCENARIO[:TOKENS], recall[:TURNS]"
+        )
     traces: list[Trace] = []
     errors: list[str] = []
     for number, line in _lines(path):
@@ -148,7 +159,7 @@ def parse(record: Any, default_id: str) -> Trace:
     try:
         questions = tuple(Question(**q) for q in record.get("questions") or ())
     except TypeError as error:
-        raise ValueError(f"questions need 'text' and 'answer', and may have 'prefix' and 'source': {error}") from None
+        raise ValueError(f"questions need 'text' and 'answer', and may have 'prefix', 'source' and 'at': {error}") from None
     return Trace(str(record.get("id", default_id)), record["messages"], record.get("tools") or [], questions)
 
 
@@ -158,6 +169,11 @@ def to_json(trace: Trace) -> str:
     if trace.questions:
         record["questions"] = [vars(q) for q in trace.questions]
     return json.dumps(record, ensure_ascii=False)
+
+
+def at_end(questions: Sequence[Question]) -> tuple[Question, ...]:
+    """The same questions, all asked after the conversation."""
+    return tuple(replace(q, at=-1) for q in questions)
 
 
 _COLOURS = ("amber", "cobalt", "coral", "ebony", "ivory", "jade", "khaki", "lilac", "maroon", "ochre", "olive", "pearl")

@@ -70,6 +70,21 @@ def test_a_source_that_is_not_there_has_no_place(tokenizer: Any) -> None:
     assert asked.source == -1
 
 
+def test_questions_in_the_middle_are_asked_where_they_say(tokenizer: Any) -> None:
+    # the second user message is the sixth; questions come in the order of the conversation
+    late, early = Question("Late?", "the last"), Question("Early?", "documents", "It is ", at=5)
+    conversation, asked = ask(tokenizer, TRACE, [late, early])
+    check_spans(conversation)
+    assert [a.question for a in asked] == [early, late]
+    assert [tokenizer.decode(conversation.token_ids[a.start : a.end]).strip() for a in asked] == ["documents", "the last"]
+    texts = ("You are in documents now.", "Early?", "It is documents", "And back?", "Late?", "the last")
+    places = [conversation.text.index(text) for text in texts]
+    assert places == sorted(places)
+    end = context_end(conversation, 1)
+    before, after = (tokenizer.decode(ids) for ids in (conversation.token_ids[:end], conversation.token_ids[end:]))
+    assert "And back?" in before and "Late?" not in before and after.count("Late?") == 1
+
+
 def test_planted_facts_lie_at_their_depths_and_answers_stay_in_place(tokenizer: Any) -> None:
     filler = {"role": "user", "content": " ".join(f"Line {i} says little." for i in range(200))}
     trace = replace(TRACE, messages=[*MESSAGES, filler])

@@ -15,7 +15,7 @@ from kvstrata.eval.conversation import render
 from kvstrata.eval.evaluate import evaluate, run
 from kvstrata.eval.figures import gates, markdown
 from kvstrata.eval.models import load
-from kvstrata.eval.protocols import make_task, run_reference
+from kvstrata.eval.protocols import PROTOCOLS, make_task, run_reference
 from kvstrata.eval.results import Setting, summarize
 from kvstrata.eval.traces import Question, Trace, load_traces, recall
 from kvstrata.types import Tier
@@ -106,6 +106,17 @@ def test_own_questions_take_the_place_of_planted_facts(tokenizer: Any, model: An
     assert done.errors == ()
     assert [n.answer for n in done.results[0].facts] == ["documents", *(q.answer for q in recall(4).questions)]
     assert all(0 < n.depth < 1 for n in done.results[0].facts)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_questions_in_the_middle_are_judged_too(protocol: str, tokenizer: Any, model: Any) -> None:
+    # oneshot asks them at the end
+    questions = (Question("Which folder?", "documents", source="documents", at=5), Question("Where?", "here", source="documents"))
+    done = evaluate(model, tokenizer, [Trace("q", MESSAGES, [TOOL], questions)], [FULL], name="tiny", protocol=protocol)
+    assert done.errors == ()
+    (outcome,), facts = done.results[0].outcomes, done.results[0].facts
+    assert [n.answer for n in facts] == ["documents", "here"]
+    assert all(n.log_p < -1 for n in facts) and outcome.scores.kl_mean < 1e-5
 
 
 def test_settings_that_exclude_each_other_are_refused() -> None:

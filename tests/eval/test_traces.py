@@ -103,3 +103,16 @@ def test_recall_tells_each_key_once_and_asks_every_third() -> None:
     assert len({q.text for q in trace.questions}) == 48
     with pytest.raises(ValueError, match="accepted: 1 to 144"):
         traces.recall(145)
+
+
+def test_a_question_in_the_middle_comes_before_a_message_of_the_user() -> None:
+    messages = [{"role": r, "content": r} for r in ("user", "assistant", "user")]
+    asked = Trace("t", messages, [], (Question("q", "a", at=2), Question("r", "b")))
+    assert parse(json.loads(to_json(asked)), "") == asked
+    assert [q.at for q in traces.at_end(asked.questions)] == [-1, -1]
+    for at in (1, 3):
+        with pytest.raises(ValueError, match=f"before message {at}, which is no message of the user"):
+            Trace("t", messages, [], (Question("q", "a", at=at),))
+    for wrong in (-2, True, 1.0, "1"):
+        with pytest.raises(ValueError, match="accepted: the index of a message, or -1"):
+            Question("q", "a", at=wrong)
