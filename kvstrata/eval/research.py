@@ -135,19 +135,10 @@ def research(scenario: str, tokens: int = TOKENS) -> Trace:
     for i in range(searches):
         on_topic = readings[i] if i < len(readings) else []
         person, topic = (scenario, on_topic[0].topic) if on_topic else (others[0].person, others[0].topic)
-        used = sum(len(p.rendered()) for p in on_topic)
-        noise: list[Passage] = []
-        # one at least; the last may stick out by half
-        while others and (not noise or used + len(others[0].rendered()) / 2 < room):
-            noise.append(others.pop(0))
-            used += len(noise[-1].rendered())
-        if not noise:
-            raise ValueError(f"research of {tokens} tokens; the archive has no more than {i} of {searches} searches bring")
-        again = on_topic and any(r[0].topic == topic for r in readings[:i])
-        if i:
-            messages.append({"role": "user", "content": _request(PEOPLE[person], topic, bool(again), i >= len(readings))})
-        else:
-            messages.append({"role": "user", "content": _first_request(PEOPLE[scenario], topics)})
+        noise = _taken(others, room - sum(len(p.rendered()) for p in on_topic))
+        again = bool(on_topic) and any(r[0].topic == topic for r in readings[:i])
+        request = _request(PEOPLE[person], topic, again, not on_topic) if i else _first_request(PEOPLE[scenario], topics)
+        messages.append({"role": "user", "content": request})
         if i > BACK and i % ASIDE == 0 and (ripe := [f for f in waiting if any(f.passage in r for r in readings[: i - BACK])]):
             questions.append(replace(ripe[0].question, at=len(messages) - 1))
             waiting.remove(ripe[0])
@@ -188,6 +179,16 @@ def _others(person: str) -> list[Passage]:
         for queue in queues:
             out += queue[:2]
             del queue[:2]
+    return out
+
+
+def _taken(others: list[Passage], room: int) -> list[Passage]:
+    """The next passages that fill `room` characters, taken out of the list: one at least, and the last may stick out by half."""
+    out = [others.pop(0)]
+    room -= len(out[0].rendered())
+    while others and len(others[0].rendered()) / 2 < room:
+        out.append(others.pop(0))
+        room -= len(out[-1].rendered())
     return out
 
 
