@@ -106,8 +106,8 @@ def facts(person: str) -> list[Fact]:
         elsewhere = sum(_says(p.text, q.answer) for p in told)
         known = any(_says(other.text, q.answer) for other in questions)
         if q.answer in leads and len(holding) == 1 and elsewhere <= 2 and not known:
-            # a lead that ends in a hyphen goes on without a space
-            prefix = leads[q.answer] + " " * (not leads[q.answer].endswith("-"))
+            # a lead that ends in a hyphen or an opening quote goes on without a space
+            prefix = leads[q.answer] + " " * (not leads[q.answer].endswith(("-", "'")))
             # the set says after its question how an answer is to be written, which the lead does here
             text = q.text[: q.text.rindex("?") + 1]
             out.append(Fact(replace(q, text=f"For the report on the {PEOPLE[person]}: {text}", prefix=prefix), holding[0]))

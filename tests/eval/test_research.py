@@ -89,7 +89,7 @@ def test_every_lead_leads_to_a_fact() -> None:
     for person, leads in LEADS.items():
         facts = research.facts(person)
         assert sorted(f.question.answer for f in facts) == sorted(leads)
-        assert all(f.question.text.endswith("?") and f.question.prefix[-1] in " -" for f in facts)
+        assert all(f.question.text.endswith("?") and f.question.prefix[-1] in " -'" for f in facts)
 
 
 def test_without_evidence_the_rest_stays(trace: Trace) -> None:
