@@ -94,6 +94,9 @@ SCORES = ("mass", "linear")
 """How a key's attention is scored. mass: softmax probabilities, summed. linear: HyQuant's proxy, the mean query times each key."""
 
 
+PREFILLS = (None, "int8", "fp8")
+
+
 def check_score(score: str) -> str:
     if score not in SCORES:
         raise ValueError(f"score is {score!r}; accepted: {', '.join(SCORES)}")
@@ -105,15 +108,19 @@ class Anchors:
     """Tokens that each layer and KV head keeps at `tier`, chosen by the newest queries' attention (ops/score.py): at most `count` for each
     layer and head. refresh: they are chosen anew once that many tokens came since they were chosen, and by each step of several tokens, as
     a turn begins with; 0: never, once they are there. alone: of quantized pages nothing else is attended, which is an ablation, for
-    no bytes are freed."""
+    no bytes are freed. prefill: the first prompt attends itself in 8 bits, but for as many lines and the window (ops/prefill.py): "int8" or
+    "fp8", the format of Q·K; None: in full precision."""
 
     count: int
     tier: Tier = Tier.BF16
     score: str = "mass"
     refresh: int = 64
     alone: bool = False
+    prefill: str | None = None
 
     def __post_init__(self) -> None:
+        if self.prefill not in PREFILLS:
+            raise ValueError(f"prefill is {self.prefill!r}; accepted: {', '.join(map(repr, PREFILLS))}")
         if self.count < 0:
             raise ValueError(f"count of anchors is {self.count}; it must be 0 or more")
         if self.refresh < 0:

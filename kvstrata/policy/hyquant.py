@@ -18,7 +18,8 @@ class HyQuant:
     """rho: share of the body's tokens that are anchors (the paper: 0.05). tier: of the body; without meaning under a budget, which pays for
     anchors first. anchor_tier: BF16, or INT8 for half the bytes. score: mass (softmax) or linear (the paper's proxy). refresh: tokens
     after which anchors are chosen anew, as they are when a turn begins; 0 keeps the first choice (Algorithm 4). alone: the rest of the
-    body is not attended, the paper's ablation. sinks, tiers: as for `uniform`."""
+    body is not attended, the paper's ablation. prefill: "int8" or "fp8": the first prompt attends itself in 8 bits (Algorithm 2). sinks,
+    tiers: as for `uniform`."""
 
     name = "hyquant"
     WINDOW: ClassVar[int] = 128
@@ -30,6 +31,7 @@ class HyQuant:
     score: str = "mass"
     refresh: int = 64
     alone: bool = False
+    prefill: str | None = None
     sinks: int = 1
     tiers: tuple[Tier, ...] = QUANTIZED
 
@@ -44,7 +46,7 @@ class HyQuant:
             raise ValueError(f"rho is {self.rho}; accepted: a share from 0 to 1")
         if self.anchor_tier not in (*body.tiers, Tier.BF16) or self.anchor_tier < Tier.INT4:
             raise ValueError(f"anchor_tier is {self.anchor_tier.name}; accepted: INT4 and above, if the codec has it, or BF16")
-        Anchors(0, self.anchor_tier, self.score, self.refresh)
+        Anchors(0, self.anchor_tier, self.score, self.refresh, prefill=self.prefill)
 
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan:
         """Under a budget: anchors for their share of the body, then `uniform` with what is left."""
@@ -52,7 +54,7 @@ class HyQuant:
         body = max(0, pages - self.sinks - (signals.window_pages if budget is None else budget.window_pages))
         # a share of something is never nothing
         count = math.ceil(self.rho * body * PAGE_SIZE)
-        anchors = Anchors(count, self.anchor_tier, self.score, self.refresh, self.alone)
+        anchors = Anchors(count, self.anchor_tier, self.score, self.refresh, self.alone, self.prefill)
         inner = Uniform(self.tier, self.sinks, self.tiers)
         if budget is None:
             return replace(inner.plan(spans, num_tokens, signals), anchors=anchors)

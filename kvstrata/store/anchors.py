@@ -118,8 +118,8 @@ class AnchorJob:
             for out, x in zip((keys, values), self._store.read_pages(arena, old.frames, old.tier), strict=True):
                 out[old.positions] = x.flatten(0, 1)[old.tokens].to(out.dtype)
             whole[old.positions], there[old.positions] = old.tier is Tier.BF16, True
-        for page in s.anchors:
-            at, heads, kept = overlay(self._store, layer, arena, page, keys, values)
+        if s.anchors:
+            at, heads, kept = overlay(self._store, layer, arena, s.anchors, keys, values)
             whole[at, heads] = kept
         new = slice(s.num_tokens, self.num_tokens)
         keys[new], values[new], whole[new], there[new] = k[self._rows], v[self._rows], True, True
@@ -138,15 +138,21 @@ class AnchorJob:
 
 
 def overlay(
-    store: "Store", layer: int, arena: Tensor, page: Gathered, keys: Tensor, values: Tensor, first: int = 0
+    store: "Store", layer: int, arena: Tensor, pages: list[Gathered], keys: Tensor, values: Tensor, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Put what an anchor page holds over keys, values [n, H, D] of the positions from `first` on: it is nearer to the truth than planes.
+    """Put what anchor pages hold over keys, values [n, H, D] of the positions from `first` on: it is nearer to the truth than planes.
     -> rows and KV heads, int64, of what was put there, and which of it never was in planes."""
-    positions = page.positions[layer]
-    head, slot = np.nonzero((positions >= first) & (positions < first + len(keys)))
-    of = positions[head, slot].astype(np.int64) - first
-    rows, heads, slots, whole = (torch.from_numpy(x).to(keys.device) for x in (of, head, slot, page.whole[layer][head, slot]))
-    frames = torch.tensor([page.frames], dtype=torch.int32, device=arena.device)
-    for out, x in zip((keys, values), store.read_pages(arena, frames, page.tier), strict=True):
-        out[rows, heads] = x[0][slots, heads].to(out.dtype)
-    return rows, heads, whole
+    put = []
+    for tier in sorted({page.tier for page in pages}):
+        mine = [page for page in pages if page.tier is tier]
+        positions, whole = (np.stack([getattr(page, name)[layer] for page in mine]) for name in ("positions", "whole"))
+        page, head, slot = np.nonzero((positions >= first) & (positions < first + len(keys)))
+        # one copy to the device, for all pages of a tier
+        of = np.stack([positions[page, head, slot].astype(np.int64) - first, head, page, slot, whole[page, head, slot]])
+        rows, heads, at, slots, kept = torch.from_numpy(of).to(keys.device)
+        frames = torch.tensor([p.frames for p in mine], dtype=torch.int32, device=arena.device)
+        for out, x in zip((keys, values), store.read_pages(arena, frames, tier), strict=True):
+            out[rows, heads] = x[at, slots, heads].to(out.dtype)
+        put.append((rows, heads, kept.bool()))
+    rows, heads, kept = (torch.cat(parts) for parts in zip(*put, strict=True))
+    return rows, heads, kept

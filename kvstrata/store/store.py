@@ -296,9 +296,9 @@ class Store:
                 self.arena.buffer[:, frames] = 0
                 if page.frames:
                     content = [self.read_pages(arena, self._frames_tensor(page), page.tier) for arena in self.arena.buffer]
-                    for anchors in s.anchors:
+                    if s.anchors:
                         for layer, (k, v) in enumerate(content):
-                            overlay(self, layer, self.arena.buffer[layer], anchors, k[0], v[0], whole * PAGE_SIZE)
+                            overlay(self, layer, self.arena.buffer[layer], s.anchors, k[0], v[0], whole * PAGE_SIZE)
                     self._put(frames, content, Tier.BF16)
                 tail = [Page(Tier.BF16, tuple(frames), live)]
         elif rest:

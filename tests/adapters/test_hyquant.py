@@ -68,3 +68,30 @@ def test_a_second_turn_after_a_generation_attends_all_of_both() -> None:
     got = run(model, ids, list(range(130, 171)), tier=Tier.INT8, rho=0.3, refresh=8)[:, 170:]
     error, without = ((x - reference).square().mean().sqrt() / reference.square().mean().sqrt() for x in (got, alone))
     assert error < 0.1 * without
+
+
+def test_a_first_prompt_in_eight_bits() -> None:
+    """All of the body as lines: nothing is coarse. Few: something is. A turn that comes later is not in eight bits."""
+    model = tiny("qwen2")
+    ids = prompt(2, 420)
+    with torch.no_grad():
+        reference = model(input_ids=ids).logits
+    settings = {"tier": Tier.INT8, "sinks": 0}
+    errors = {
+        (how, rho): float((run(model, ids, [], **settings, rho=rho, prefill=how) - reference).norm() / reference.norm())
+        for how, rho in ((None, 0.1), ("int8", 1.0), ("int8", 0.1), ("int8", 0.002), ("fp8", 0.1))
+    }
+    assert errors[None, 0.1] < 1e-5 and errors["int8", 1.0] < 1e-5
+    assert 1e-5 < errors["int8", 0.1] < errors["int8", 0.002] < 0.03
+    assert errors["int8", 0.1] < errors["fp8", 0.1] < 0.05
+    turns, plain = (run(model, ids, [200], **settings, rho=0.1, prefill=how) for how in ("int8", None))
+    assert not torch.equal(turns[:, :200], plain[:, :200])
+
+
+def test_short_prompts_and_other_formats() -> None:
+    model = tiny("llama")
+    ids = prompt(1, 32 + 128)
+    settings = {"tier": Tier.INT8, "rho": 0.1, "sinks": 0}
+    assert torch.equal(run(model, ids, [], **settings, prefill="int8"), run(model, ids, [], **settings))
+    with pytest.raises(ValueError, match="prefill is 'int4'"):
+        make_policy("hyquant", prefill="int4")

@@ -16,6 +16,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding):
+        """Triton 3.6 loses the carry where rounding to e4m3 reaches the next power of two."""
+        if (source.name, target.name) != ("fp32", "fp8e4nv"):
+            return convert(data, source, target, rounding)
+        return torch.from_numpy(data.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert_float
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,104 @@
+"""Decode over anchors in the geometry of Qwen3-8B, beside the best bf16 kernel: HyQuant's Tables 6 to 8, attention alone.
+
+A layer's attention is timed and multiplied by 36; nothing else of the model runs. A sequence has a sink page and the window of 128 tokens,
+at its mean width, 192, in BF16; of the other tokens 5% are anchors, each KV head its own, and the rest, their bits cleared, INT2 or INT4.
+"""
+
+import statistics
+
+import torch
+
+from benchmarks.baselines import best_bf16
+from benchmarks.bench_decode import HEAD_DIM, HEADS, kernels
+from benchmarks.common import check, copy_bandwidth, microseconds, random_arena, relative_error, save, softmax_scale
+from kvstrata.config import StoreConfig
+from kvstrata.ops.decode import decode, decode_ref
+from kvstrata.policy import Signals, make_policy
+from kvstrata.store.layout import Layout
+from kvstrata.store.store import Store
+from kvstrata.types import PAGE_SIZE, Plan, Tier
+
+GROUP, LAYERS, RHO = 4, 36, 0.05
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+BATCHES = (1, 4, 8, 16, 32)
+SETTINGS = ((Tier.INT2, Tier.BF16), (Tier.INT2, Tier.INT8), (Tier.INT4, Tier.BF16))
+WHOLE = 1 + 192 // PAGE_SIZE
+"""Pages of sink and window."""
+
+
+def counts(tokens: int, batch: int, tier: Tier, anchor_tier: Tier) -> dict[Tier, list[int]]:
+    body = tokens // PAGE_SIZE - WHOLE
+    anchors = -(-int(RHO * body * PAGE_SIZE) // PAGE_SIZE)
+    pages = {Tier.BF16: WHOLE, tier: body}
+    pages[anchor_tier] = pages.get(anchor_tier, 0) + anchors
+    return {t: [n] * batch for t, n in pages.items()}
+
+
+def live(tier: Tier) -> dict[Tier, float]:
+    return {tier: 1 - RHO, Tier.BF16: 1.0}
+
+
+def choosing(tokens: int) -> dict[str, object]:
+    """Microseconds of one layer's `Step.write` in decoding one sequence: where anchors are chosen anew, and where they are not."""
+    geometry = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": HEAD_DIM, "window": 128}
+    layout = Layout.of(StoreConfig(**geometry, num_frames=2))
+    store = Store(StoreConfig(**geometry, num_frames=2 * layout.frames_for(tokens + 1024)), "cuda")
+    policy = make_policy("hyquant", tier=Tier.INT2)
+
+    def plan(n: int) -> Plan:
+        return policy.plan((), n, Signals(window_pages=-(-n // PAGE_SIZE) - store.first_window_page(n)))
+
+    sequence, times = store.add_sequence(plan(tokens)), {}
+    for i, new in enumerate([tokens] + [1] * 160):
+        q, k, v = (torch.randn(new, n, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for n in (HEADS * GROUP, HEADS, HEADS))
+        step = store.begin([sequence], [[i] * new])
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step.write(0, k, v, q, softmax_scale(HEAD_DIM))
+        end.record()
+        chosen = store.sequence(sequence).chosen_at
+        step.commit()
+        store.set_plan(sequence, plan(tokens + i + 1))
+        torch.cuda.synchronize()
+        times.setdefault((new, store.sequence(sequence).chosen_at != chosen), []).append(begin.elapsed_time(end) * 1e3)
+    return {"tokens": tokens, "choose_us": statistics.median(times[1, True]), "plain_us": statistics.median(times[1, False])}
+
+
+def main() -> None:
+    for tier, anchor_tier in SETTINGS:
+        arena, table, _ = random_arena(counts(2048, 2, tier, anchor_tier), HEADS, HEAD_DIM, live_fraction=live(tier))
+        q = torch.randn(2, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        out, ref = (f(q, arena, table, 1.0, dense_dtype=torch.bfloat16)[0] for f in (decode, decode_ref))
+        check(f"{tier.name} with anchors at {anchor_tier.name}", relative_error(out, ref), 6e-3)
+    choosing(1024)  # what runs for the first time takes long
+    writes = [choosing(tokens) for tokens in (8192, 32768)]
+    for row in writes:
+        print(
+            f"{row['tokens']}: writing a layer's token {row['plain_us']:.0f} us, with choosing anchors {row['choose_us']:.0f} us",
+            flush=True,
+        )
+    copy, scale = copy_bandwidth(), softmax_scale(HEAD_DIM)
+    rows: list[dict[str, object]] = []
+    for tokens in TOKENS:
+        for batch in BATCHES:
+            q = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+            base = best_bf16(q, HEADS, tokens)
+            bf16 = min(base.values())
+            line = []
+            for tier, anchor_tier in SETTINGS:
+                arena, table, moved = random_arena(counts(tokens, batch, tier, anchor_tier), HEADS, HEAD_DIM, live_fraction=live(tier))
+                name, run = next(iter(kernels(q, arena, table, scale).items()))
+                us = microseconds(run, budget_ms=20)
+                row = {"tokens": tokens, "batch": batch, "tier": tier.name, "anchors": anchor_tier.name, "kernel": name, "us": us}
+                row |= {"bf16_us": bf16, "over_bf16": us / bf16, "percent_of_floor": 100 * moved / copy * 1e6 / us}
+                row |= {"ms_36_layers": LAYERS * us / 1e3, "tokens_a_second": batch / (LAYERS * us) * 1e6}
+                row |= {"bf16_tokens_a_second": batch / (LAYERS * bf16) * 1e6} | {f"{n}_us": t for n, t in base.items()}
+                rows.append(row)
+                line.append(f"{tier.name}+{anchor_tier.name} {us:.1f} ({us / bf16:.2f})")
+                del arena, table, run
+            print(f"{tokens} x {batch}: bf16 {bf16:.1f} us; " + ", ".join(line), flush=True)
+        save("hyquant_decode", rows + writes)
+
+
+if __name__ == "__main__":
+    main()

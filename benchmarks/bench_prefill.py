@@ -1,0 +1,132 @@
+"""A prompt's attention in 8 bits with lines and a window whole: time against bf16 SDPA, and error against uniform quantization.
+
+    python -m benchmarks.bench_prefill [--activations FILE ...]
+
+Times: the geometry of Qwen3-8B, 5% lines, random numbers; "pack" is the pass that quantizes, part of `us`; how lines are chosen is not.
+Errors: FILEs are what `python -m kvstrata.eval.activations` wrote of a real model. Uniform quantization is the same operator without lines
+or window, after SageAttention: codes of Q and K with a scale a row and a tile, K's mean taken off, P·V in fp8.
+"""
+
+import argparse
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+from benchmarks.common import check, microseconds, relative_error, save, softmax_scale
+from kvstrata.eval.activations import read
+from kvstrata.ops import prefill_cuda
+from kvstrata.ops.prefill import Precision, prefill, prefill_ref
+from kvstrata.ops.prefill_kernel import prefill_triton
+from kvstrata.ops.score import NUM_QUERIES, column_scores
+
+HEADS, HEAD_DIM, GROUP, WINDOW, RHO = 8, 128, 4, 128, 0.05
+TOKENS = (8192, 32768, 65536, 131072)
+SCORES = ("int8", "fp8")
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention in float64, 512 queries at a time. q [T, Hq, D], k, v [T, H, D]."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    for i in range(0, len(q), 512):
+        end = min(i + 512, len(q))
+        x = q[i:end].double().transpose(0, 1) @ keys[:, :end].transpose(1, 2) * scale
+        x.masked_fill_(torch.arange(end, device=q.device) > torch.arange(i, end, device=q.device)[:, None], -torch.inf)
+        out[i:end] = (torch.softmax(x, -1) @ values[:, :end]).transpose(0, 1)
+    return out
+
+
+def random_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gen = torch.Generator("cuda").manual_seed(tokens)
+    shape = {"device": "cuda", "dtype": torch.bfloat16, "generator": gen}
+    q, k, v = (torch.randn(tokens, n, HEAD_DIM, **shape) for n in (HEADS * GROUP, HEADS, HEADS))
+    picked = [torch.randperm(tokens, device="cuda", generator=gen)[: int(RHO * tokens)].sort().values for _ in range(HEADS)]
+    return q, k, v, torch.stack(picked).int()
+
+
+def check_all() -> None:
+    """Both formats against the reference and float64, before anything is timed."""
+    q, k, v, lines = random_inputs(2113)
+    scale = softmax_scale(HEAD_DIM)
+    x = exact(q, k, v, scale)
+    for scores in SCORES:
+        out, ref = (f(q, k, v, lines, scale, window=WINDOW, precision=Precision(scores)) for f in (prefill, prefill_ref))
+        check(f"prefill {scores} against the reference", relative_error(out, ref), 1.2e-2)
+        check(f"prefill {scores} against float64", relative_error(out, x), 5e-2)
+
+
+def times(tokens: int) -> list[dict[str, object]]:
+    q, k, v, lines = random_inputs(tokens)
+    scale = softmax_scale(HEAD_DIM)
+    bf16 = {}
+    dense = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]
+    for name, kind in BACKENDS.items():
+        with sdpa_kernel(kind):
+            bf16[name] = microseconds(partial(attend, *dense, is_causal=True, scale=scale, enable_gqa=True))
+    best = min(bf16.values())
+    print(f"{tokens}: " + ", ".join(f"{n} {t / 1e3:.2f} ms" for n, t in bf16.items()), flush=True)
+    rows = []
+    for scores in SCORES:
+        how = {"window": WINDOW, "scores": scores}
+        us = microseconds(partial(prefill_cuda.prefill_cuda, q, k, v, lines, scale, **how))
+        packed = prefill_cuda.pack(k, v, lines, smooth=True, **how)
+        attend_us = microseconds(partial(prefill_cuda.attend, q, k, v, packed, scale, **how))
+        flops = 2 * HEADS * GROUP * HEAD_DIM * tokens * (tokens + 1)
+        row = {"tokens": tokens, "scores": scores, "us": us, "attend_us": attend_us, "tflops": flops / us / 1e6, "over_bf16": us / best}
+        row |= {"attend_over_bf16": attend_us / best} | {f"{n}_us": t for n, t in bf16.items()}
+        if tokens == TOKENS[0]:
+            run = partial(prefill_triton, q, k, v, lines, scale, window=WINDOW, precision=Precision(scores))
+            row["triton_us"] = microseconds(run, graph=False)
+        rows.append(row)
+        ratios = f"{us / best:.3f} of bf16 ({attend_us / best:.3f} without the pass)"
+        print(f"  {scores}: {us / 1e3:.3f} ms, {row['tflops']:.0f} TFLOP/s, {ratios}", flush=True)
+    return rows
+
+
+def errors(path: str) -> list[dict[str, object]]:
+    """Mean squared error over the output's mean square, of all queries and of those of the second half."""
+    layers, made = read(path)
+    rows = []
+    for layer, parts in layers.items():
+        q, k, v = (parts[name].cuda() for name in "qkv")
+        scale, half = softmax_scale(q.shape[2]), len(q) // 2
+        x = exact(q, k, v, scale)
+        mass = column_scores(q[-NUM_QUERIES:], k, scale)[:, : len(k) - WINDOW]
+        lines = mass.topk(int(RHO * len(k)), dim=1).indices.sort(dim=1).values.int()
+        for scores in SCORES:
+            precision = Precision(scores)
+            outs = {
+                "uniform": prefill_ref(q, k, v, lines[:, :0], scale, window=0, precision=precision),
+                "window": prefill(q, k, v, lines[:, :0], scale, window=WINDOW, precision=precision),
+                "lines": prefill(q, k, v, lines, scale, window=0, precision=precision),
+                "both": prefill(q, k, v, lines, scale, window=WINDOW, precision=precision),
+            }
+            row: dict[str, object] = {"activations": made, "layer": layer, "tokens": len(q), "scores": scores}
+            for name, out in outs.items():
+                row[name] = relative_error(out, x) ** 2
+                row[f"{name}_late"] = relative_error(out[half:], x[half:]) ** 2
+            rows.append(row)
+            late = f"second half {row['uniform_late']:.1e} and {row['both_late']:.1e}"
+            print(f"  layer {layer} of {len(q)}, {scores}: uniform {row['uniform']:.1e}, ours {row['both']:.1e}, {late}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--activations", nargs="*", default=[], help="files that kvstrata.eval.activations wrote")
+    options, _ = parser.parse_known_args()
+    check_all()
+    rows = [row for path in options.activations for row in errors(path)]
+    save("prefill", rows)
+    for tokens in TOKENS:
+        rows += times(tokens)
+        save("prefill", rows)
+
+
+if __name__ == "__main__":
+    main()
