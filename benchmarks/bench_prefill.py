@@ -121,8 +121,9 @@ def main() -> None:
     parser.add_argument("--activations", nargs="*", default=[], help="files that kvstrata.eval.activations wrote")
     options, _ = parser.parse_known_args()
     check_all()
-    rows = [row for path in options.activations for row in errors(path)]
-    save("prefill", rows)
+    if options.activations:
+        save("prefill_error", [row for path in options.activations for row in errors(path)])
+    rows: list[dict[str, object]] = []
     for tokens in TOKENS:
         rows += times(tokens)
         save("prefill", rows)
