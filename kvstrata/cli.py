@@ -1,4 +1,4 @@
-"""The command line: demo, tag, eval, chat, calibrate. Imports torch and the rest only inside commands, so that --help answers at once.
+"""The command line: demo, tag, eval, chat, serve, calibrate. Imports torch and the rest inside commands, so that --help answers at once.
 
 Exit codes: 0 done, 1 a part failed (each named on stderr; the rest ran), 2 the command was called wrongly.
 """
@@ -340,6 +340,27 @@ def chat(
             bits = session.layout.bits_per_element(session.frames_in_use, r.tokens)
             saved = f"{r.bytes_stored / 2**20:.2f} MiB of {r.bytes_bf16 / 2**20:.2f} at BF16"
             err.print(f"{r.tokens} tokens, {bits:.2f} bits, {saved}, {r.reused_tokens} reused, {r.seconds:.1f} s", style="dim")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder or hub id.")],
+    budget_bits: Budget = None,
+    policy: Annotated[str | None, typer.Option(help="uniform or triaxial (the default under a budget).")] = None,
+    tier: Annotated[str | None, typer.Option(help="Tier of policy uniform, instead of --budget-bits: INT2, INT3, INT4, INT8.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Start `vllm serve` with the KV cache in strata; any of its flags may follow."""
+    with usage_errors():
+        from kvstrata.adapters.vllm import check_version, engine_version
+        from kvstrata.adapters.vllm.serve import command
+
+        check_version(engine_version())
+        given = {"budget_bits": budget_bits, "policy": policy or ("uniform" if tier else None), "tier": tier}
+        line = command(model, {k: v for k, v in given.items() if v is not None} | dict(map(_named_value, settings or ())), context.args)
+    # the server takes the place of this process: signals and exit codes are its own
+    os.execv(line[0], line)
 
 
 def _read_line() -> str:

@@ -1,0 +1,57 @@
+"""The plan of each request in the engine: its settings, its tags, its tiers so far. Tiers are decided here, once, for all ranks."""
+
+import hashlib
+from typing import Any
+
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from kvstrata.adapters.vllm.causal import CausalPlanner, Market
+from kvstrata.adapters.vllm.settings import EngineSettings, request_settings
+from kvstrata.adapters.vllm.tags import PageTagger, served_reader
+from kvstrata.adapters.vllm.v026.config import settings_of
+from kvstrata.adapters.vllm.v026.spec import FrameSpec
+from kvstrata.types import PAGE_SIZE, Tier
+
+
+class Plans:
+    def __init__(self, vllm_config: Any, spec: FrameSpec) -> None:
+        settings = settings_of(vllm_config)
+        assert settings is not None
+        self.settings, self.layout = settings, spec.layout
+        self._planners: dict[str, CausalPlanner] = {}
+        self._markets: dict[EngineSettings, Market] = {}
+        self._reader = None
+        if settings.policy == "triaxial":
+            self._reader = served_reader(cached_tokenizer_from_config(vllm_config.model_config), settings.chat_template)
+
+    def tiers(self, request: Any, num_pages: int) -> list[Tier]:
+        """Tiers of at least the first `num_pages` pages of a request whose token ids are known so far."""
+        planner = self._planners.get(request.request_id)
+        if planner is None:
+            planner = self._planners[request.request_id] = self._new(self._settings_of(request))
+        if len(planner.tiers) < num_pages:
+            planner.extend(request.all_token_ids[: num_pages * PAGE_SIZE], num_pages)
+        return planner.tiers
+
+    def forget(self, request_id: str) -> None:
+        self._planners.pop(request_id, None)
+
+    def salt(self, request: Any) -> None:
+        """Pages of a request with settings of its own are shared with its like alone: their tiers differ."""
+        settings = self._settings_of(request)
+        if settings == self.settings:
+            return
+        own = hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+        request.cache_salt = f"{request.cache_salt or ''}kvstrata:{own}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def _settings_of(self, request: Any) -> EngineSettings:
+        return request_settings(self.settings, getattr(request.sampling_params, "extra_args", None))
+
+    def _new(self, settings: EngineSettings) -> CausalPlanner:
+        if self._reader is None:
+            return CausalPlanner(settings, self.layout)
+        if settings not in self._markets:
+            self._markets[settings] = Market.of(settings, self.layout)
+        return CausalPlanner(settings, self.layout, PageTagger(self._reader), self._markets[settings])

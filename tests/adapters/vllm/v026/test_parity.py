@@ -1,0 +1,79 @@
+"""Logits of the plugin against those of the transformers adapter under the same plan, and the noise that rounding alone makes.
+
+A code of few bits flips where two sums of the same numbers differ in their last bit, and a flip in one layer flips more in the next: the
+transformers adapter differs from itself by as much when a prompt is merely cut otherwise. So few layers, or many bits, are held to 1e-2,
+and all layers at few bits to the adapter's own noise.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvstrata.adapters.hf import attached, cache_keyword, store_config
+from kvstrata.store.store import Store
+from kvstrata.types import PAGE_SIZE, Plan, Tier
+
+from .engines import Engine, mixed_work
+
+NUM_NEW = 12
+TEXT = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
+
+
+def by_transformers(folder: Path, tiers: list[Tier], prompt: list[int], generated: list[int], piece: int, layers: int | None) -> Tensor:
+    """Logits float32 [generated, vocabulary] of the same tokens, the prompt in pieces that end with pages."""
+    changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **changes)
+    store = Store(store_config(model, 1024, window=0, dense_dtype="float32"))
+    out = []
+    with attached(model, store, planner=lambda ids: Plan(tuple(tiers))) as cache, torch.no_grad():
+        for start in range(0, len(prompt), piece):
+            logits = model(torch.tensor([prompt[start : start + piece]]), **{cache_keyword(model): cache}).logits[0, -1]
+        out.append(logits)
+        for token in generated[:-1]:
+            out.append(model(torch.tensor([[token]]), **{cache_keyword(model): cache}).logits[0, -1])
+    return torch.stack(out)
+
+
+def compare(engine: Engine, folder: Path, prompt: list[int], layers: int | None = None) -> tuple[float, float]:
+    """Largest difference of a logit: to the adapter, and of the adapter to itself when it takes the prompt in smaller pieces."""
+    seen: list[list[Tier]] = []
+    forget = engine.scheduler.plans.forget
+    engine.scheduler.plans.forget = lambda i: (seen.append(list(engine.scheduler.plans._planners[i].tiers)), forget(i))
+    (mine,) = engine.run([(prompt, NUM_NEW)], logits=True)
+    # the pages of the last tokens were not decided: none of them is stored
+    tiers = seen[-1] + [Tier.BF16] * 2
+    whole = by_transformers(folder, tiers, prompt, mine.tokens, PAGE_SIZE, layers)
+    cut = by_transformers(folder, tiers, prompt, mine.tokens, PAGE_SIZE // 4, layers)
+    assert mine.logits is not None
+    return float((mine.logits - whole).abs().max()), float((cut - whole).abs().max())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "uniform", "tier": "INT2"}, {"policy": "uniform", "tier": "INT3"}, {"policy": "uniform", "tier": "INT4"},
+        {"policy": "uniform", "tier": "INT8"}, {"policy": "triaxial", "budget_bits": 5.0, "horizon": 1024},
+    ],
+    ids=lambda s: str(s.get("tier", "triaxial")),
+)  # fmt: skip
+def test_two_layers_at_every_tier(start: Callable[..., Engine], tiny_model: Path, settings: dict[str, Any]) -> None:
+    engine = start(settings | {"dense_dtype": "float32"}, max_logprobs=-1, logprobs_mode="raw_logits")
+    prompt = mixed_work(seed=3)[0][0][:300]
+    difference, _ = compare(engine, tiny_model, prompt)
+    assert difference < 1e-2
+
+
+def test_smollm2_at_eight_bits_and_within_the_noise_of_three(start: Callable[..., Engine], model_path: Callable[[str], Path]) -> None:
+    folder = model_path("smollm2")
+    for tier in ("INT8", "INT3"):
+        settings = {"policy": "uniform", "tier": tier, "dense_dtype": "float32"}
+        engine = start(settings, model=str(folder), max_model_len=512, max_logprobs=-1, logprobs_mode="raw_logits")
+        prompt = engine.llm.get_tokenizer()(TEXT)["input_ids"][:200]
+        difference, noise = compare(engine, folder, prompt)
+        print(f"{tier}: {difference:.2g}, noise {noise:.2g}")
+        assert difference < (1e-2 if tier == "INT8" else 3 * noise)
