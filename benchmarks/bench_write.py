@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.common import check, copy_bandwidth, microseconds, page_bytes, save
 from kvstrata.ops import dense, frame, quant
-from kvstrata.ops.gather import gather_pages
+from kvstrata.ops.gather import gather_pages, gather_pages_ref
 from kvstrata.ops.write import settle_pages, write_dense, write_pages
 from kvstrata.types import PAGE_SIZE, Tier
 
@@ -44,16 +44,33 @@ def main() -> None:
     page_of, inside = src[tokens // PAGE_SIZE].contiguous(), (tokens % PAGE_SIZE).int()
     flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
     report("write dense", microseconds(lambda: write_dense(arena, page_of, inside, flat_k, flat_v)), 2 * PAGES * page_in)
-    frames = ids[PAGES * DENSE_FRAMES :][: PAGES * 4].view(PAGES, 4)
     half = src[: PAGES // 2]
-    # any token of any page: each slot of a page comes from another one, so more is read than counts
-    scattered = torch.randint(0, PAGES * PAGE_SIZE, (PAGES // 2, PAGE_SIZE, HEADS), device="cuda").int().sort(0).values.contiguous()
+    # any token of any page: each slot of a page comes from another one
+    anywhere = torch.randint(0, PAGES * PAGE_SIZE, (PAGES // 2, PAGE_SIZE, HEADS), device="cuda").int()
+    # the same, each slot's choices in their order from page to page
+    scattered = anywhere.sort(0).values.contiguous()
     # every page thinned to half of its tokens, another half for each head: survivors in their order
     chosen = torch.rand(PAGES, PAGE_SIZE, HEADS, device="cuda").argsort(1)[:, : PAGE_SIZE // 2].sort(1).values
     in_order = (chosen + PAGE_SIZE * torch.arange(PAGES, device="cuda")[:, None, None]).view(PAGES // 2, PAGE_SIZE, HEADS).int()
-    for name, picks in (("gather INT4", scattered), ("gather INT4 in order", in_order)):
-        us = microseconds(lambda p=picks: gather_pages(arena, frames, Tier.INT4, p, half, HEAD_DIM, torch.bfloat16))
-        report(name, us, PAGES // 2 * (page_in + HEADS * page_bytes(Tier.INT4, HEAD_DIM)))
+    gathers = {
+        Tier.INT4: {"": scattered, " in order": in_order, " anywhere": anywhere},
+        Tier.INT2: {"": scattered},
+        Tier.INT8: {"": scattered},
+    }
+    for tier, choices in gathers.items():
+        frames = ids[PAGES * DENSE_FRAMES :][: PAGES * tier.value].view(PAGES, tier.value)
+        write_pages(arena, frames, k, v, tier)
+        for name, picks in choices.items():
+            # against the reference: pages that take from the first 64
+            few = (picks[:4] % (64 * PAGE_SIZE)).contiguous()
+            gather_pages(arena, frames[:64], tier, few, half[:4], HEAD_DIM, torch.bfloat16)
+            got = dense.from_frames(arena[half[:4].long()], HEAD_DIM, torch.bfloat16)
+            gather_pages_ref(arena, frames[:64], tier, few, half[:4], HEAD_DIM, torch.bfloat16)
+            expected_pages = dense.from_frames(arena[half[:4].long()], HEAD_DIM, torch.bfloat16)
+            wrong = sum((a != b).float().mean().item() for a, b in zip(got, expected_pages, strict=True))
+            check(f"gather {tier.name}{name}", wrong, 1e-9)
+            us = microseconds(lambda f=frames, t=tier, p=picks: gather_pages(arena, f, t, p, half, HEAD_DIM, torch.bfloat16))
+            report(f"gather {tier.name}{name}", us, PAGES // 2 * (page_in + HEADS * page_bytes(tier, HEAD_DIM)))
     save("write", rows)
 
 

@@ -131,10 +131,10 @@ def readable(x: Tensor) -> Tensor:
 
 
 class Kernel:
-    """One compiled kernel on one device. `shared_bytes`: dynamic shared memory of a block."""
+    """One compiled kernel on the device that is current when it is made. `shared_bytes`: dynamic shared memory of a block."""
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
-        self._cubin, self.shared_bytes = cubin, shared_bytes
+        self._cubin, self.shared_bytes, self._device = cubin, shared_bytes, torch.cuda.current_device()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(_driver_or_raise().cuModuleLoadData(ctypes.byref(module), cubin))
         _check(_driver_or_raise().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
@@ -142,12 +142,13 @@ class Kernel:
             _check(_driver_or_raise().cuFuncSetAttribute(self._function, _SHARED_LIMIT_ATTRIBUTE, shared_bytes))
 
     def __call__(self, grid: tuple[int, ...], threads: int, arguments: Sequence[Tensor | int | float]) -> None:
-        """Launch on the current stream. Tensors go as pointers, int as int32 (ValueError where it does not fit), float as float."""
+        """Launch on its device's current stream. Tensors go as pointers, int as int32 (ValueError where it does not fit) and float."""
         values = [_argument(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         x, y, z = (*grid, 1, 1)[:3]
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(_driver_or_raise().cuLaunchKernel(self._function, x, y, z, threads, 1, 1, self.shared_bytes, stream, pointers, None))
+        with torch.cuda.device(self._device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            _check(_driver_or_raise().cuLaunchKernel(self._function, x, y, z, threads, 1, 1, self.shared_bytes, stream, pointers, None))
 
 
 def _argument(a: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:

@@ -60,12 +60,11 @@ def extend_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: T
         *arguments.of_tiers(table, out, 0), n, splits, heads, group, float(scale * math.log2(math.e)), arena.stride(0), q.stride(0),
         *k.stride()[:2], *v.stride()[:2], int(rotated),
     ]  # fmt: skip
-    with torch.cuda.device(q.device):
-        kernel((len(tiles) * splits * heads,), THREADS, values)
-        if splits > 1:
-            rows = n * num_qo_heads
-            merge = cuda.kernel("extend", "merge", options(d, q.dtype), 0, device)
-            merge((-(-rows // 4),), 128, [parts, lses, out, rows, splits])
+    kernel((len(tiles) * splits * heads,), THREADS, values)
+    if splits > 1:
+        rows = n * num_qo_heads
+        merge = cuda.kernel("extend", "merge", options(d, q.dtype), 0, device)
+        merge((-(-rows // 4),), 128, [parts, lses, out, rows, splits])
     return out
 
 

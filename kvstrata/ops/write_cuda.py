@@ -104,8 +104,7 @@ def _launch_pages(arena: Tensor, frames: Tensor, tier: Tier, k: Tensor, v: Tenso
     kernel = cuda.kernel("write", "write_pages", page_options(head_dim, dtype, tier, settle), shared, arena.device.index or 0)
     arguments: list[Tensor | int | float] = [
         k, v, rows, arena, frames, *strides, arena.stride(0), arena.stride(1), heads, tasks]  # fmt: skip
-    with torch.cuda.device(arena.device):
-        kernel((-(-tasks // WARPS),), 32 * WARPS, arguments)
+    kernel((-(-tasks // WARPS),), 32 * WARPS, arguments)
 
 
 # ---- tokens -------------------------------------------------------------------------------------------------------------------
@@ -131,8 +130,7 @@ def write_dense_cuda(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v
     arguments: list[Tensor | int | float] = [
         k, v, arena, frames.contiguous(), tokens.int().contiguous(), *_byte_strides(k), *_byte_strides(v), arena.stride(0), arena.stride(1),
         heads, n]  # fmt: skip
-    with torch.cuda.device(arena.device):
-        kernel((-(-n // TOKENS) * heads,), DENSE_THREADS, arguments)
+    kernel((-(-n // TOKENS) * heads,), DENSE_THREADS, arguments)
 
 
 # ---- survivors ----------------------------------------------------------------------------------------------------------------
@@ -145,6 +143,12 @@ def gather_options(head_dim: int, dtype: torch.dtype, tier: Tier) -> tuple[str, 
             f"-DV_PLANES={tier.v_planes}", f"-DWARPS={GATHER_WARPS}")  # fmt: skip
 
 
+def gather_shared_bytes(head_dim: int, tier: Tier) -> int:
+    """A source page of one KV head, and which of its tokens are wanted, for each warp."""
+    page = 2 * frame.plane_words(head_dim) * tier.value + 4 * frame.metadata_words(head_dim)
+    return GATHER_WARPS * (page + 8 * PAGE_SIZE)
+
+
 def gather_pages_cuda(arena: Tensor, src_frames: Tensor, tier: Tier, picks: Tensor, dst_frames: Tensor, head_dim: int,
                       dense_dtype: torch.dtype) -> None:  # fmt: skip
     """`gather_pages` in CUDA C++."""
@@ -152,11 +156,16 @@ def gather_pages_cuda(arena: Tensor, src_frames: Tensor, tier: Tier, picks: Tens
         return
     num_dense = dense.num_frames(head_dim, 2, arena.shape[2])
     src, dst = _rows(src_frames, tier.value if tier.k_planes else num_dense), _rows(dst_frames, num_dense)
-    heads = arena.shape[1]
-    tasks = len(picks) * heads * 2
-    # dense sources go straight from frame to frame
-    shared = GATHER_WARPS * 2 * PAGE_SIZE * head_dim if tier.k_planes else 0
-    kernel = cuda.kernel("write_gather", "gather_pages", gather_options(head_dim, dense_dtype, tier), shared, arena.device.index or 0)
-    arguments: list[Tensor | int | float] = [arena, src, picks.contiguous(), dst, arena.stride(0), arena.stride(1), heads, tasks]
-    with torch.cuda.device(arena.device):
-        kernel((-(-tasks // GATHER_WARPS),), 32 * GATHER_WARPS, arguments)
+    heads, picks, options = arena.shape[1], picks.contiguous(), gather_options(head_dim, dense_dtype, tier)
+    strides = [arena.stride(0), arena.stride(1), heads]
+
+    def launch(function: str, shared: int, units: int, per_block: int, arguments: list[Tensor | int | float]) -> None:
+        kernel = cuda.kernel("write_gather", function, options, shared, arena.device.index or 0)
+        kernel((-(-units // per_block),), 32 * GATHER_WARPS, [*arguments, *strides, units])
+
+    if not tier.k_planes:
+        return launch("gather_dense", 0, len(picks) * heads * 2, GATHER_WARPS, [arena, src, picks, dst])
+    first = torch.zeros(len(src), heads, PAGE_SIZE, dtype=torch.int32, device=arena.device)
+    following = torch.empty_like(picks)
+    launch("link", 0, picks.numel(), 32 * GATHER_WARPS, [picks, first, following, arena, dst])
+    launch("gather_planes", gather_shared_bytes(head_dim, tier), len(src) * heads, GATHER_WARPS, [arena, src, first, following, dst])

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -51,13 +52,18 @@ def test_other_kernels_compile_without_spills(name, options):
     assert registers <= 128
 
 
-@pytest.mark.parametrize("name, run", [
-    ("write", lambda arena, k, ids: write_cuda.write_pages_cuda(arena, ids[:, :4], k, k, T.INT4)),
-    ("write", lambda arena, k, ids: write_cuda.settle_pages_cuda(arena, ids, ids[:, :2], T.INT2, 64, HALF)),
-    ("write_dense", lambda arena, k, ids: write_cuda.write_dense_cuda(arena, ids[:1].expand(32, -1), torch.arange(32), k[0], k[0])),
-    ("write_gather", lambda arena, k, ids: write_cuda.gather_pages_cuda(arena, ids, T.BF16, torch.zeros(3, 32, 2).int(), ids, 64, HALF)),
+def gather_zeros(tier, arena, k, ids):
+    write_cuda.gather_pages_cuda(arena, ids, tier, torch.zeros(3, PAGE_SIZE, HEADS, dtype=torch.int32), ids, 64, HALF)
+
+
+@pytest.mark.parametrize("name, grids, run", [
+    ("write", [(3,)], lambda arena, k, ids: write_cuda.write_pages_cuda(arena, ids[:, :4], k, k, T.INT4)),
+    ("write", [(3,)], lambda arena, k, ids: write_cuda.settle_pages_cuda(arena, ids, ids[:, :2], T.INT2, 64, HALF)),
+    ("write_dense", [(2,)], lambda arena, k, ids: write_cuda.write_dense_cuda(arena, ids[:1].expand(32, -1), torch.arange(32), k[0], k[0])),
+    ("write_gather", [(2,)], partial(gather_zeros, T.BF16)),
+    ("write_gather", [(1,), (1,)], partial(gather_zeros, T.INT4)),
 ])  # fmt: skip
-def test_launches_pass_what_the_kernels_take(name, run, monkeypatch):
+def test_launches_pass_what_the_kernels_take(name, grids, run, monkeypatch):
     launches = []
 
     def kernel(source, function, options, shared, device):
@@ -66,18 +72,17 @@ def test_launches_pass_what_the_kernels_take(name, run, monkeypatch):
         return lambda grid, threads, arguments: launches.append((source, grid, parameters, arguments))
 
     monkeypatch.setattr(cuda, "kernel", kernel)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
     n = dense.num_frames(64, 2, frame.frame_bytes(64))
     run(poison(60, 64), torch.zeros(3, PAGE_SIZE, HEADS, 64, dtype=HALF), scattered(3, n, 60))
-    [(source, grid, parameters, arguments)] = launches
-    assert source == name
-    # blocks: a head's 32 tokens; K and V of 6 pages and heads by 4 warps, of 6 by 8
-    assert grid == {"write_dense": (2,), "write": (3,), "write_gather": (2,)}[name]
-    assert len(parameters) == len(arguments)
-    for parameter, argument in zip(parameters, arguments, strict=True):
-        assert isinstance(argument, torch.Tensor) == ("*" in parameter)
-        if "int*" in parameter:
-            assert argument.dtype is torch.int32
+    # blocks: a head's 32 tokens; K and V of 6 pages and heads by 4 warps, of 6 by 8; 192 slots by 256 threads and 6 pages by 8 warps
+    assert [grid for _, grid, _, _ in launches] == grids
+    for source, _, parameters, arguments in launches:
+        assert source == name
+        assert len(parameters) == len(arguments)
+        for parameter, argument in zip(parameters, arguments, strict=True):
+            assert isinstance(argument, torch.Tensor) == ("*" in parameter)
+            if "int*" in parameter:
+                assert argument.dtype is torch.int32
 
 
 def test_shapes_of_other_kernels_are_left_to_them():
@@ -212,6 +217,9 @@ def test_gathered_pages_are_those_of_the_reference(head_dim, dtype, tier):
     case = make_case({tier: [5]}, 3, head_dim, dtype=dtype)
     n = dense.num_frames(head_dim, 2, case.arena.shape[2])
     picks = torch.randint(-1, 5 * PAGE_SIZE, (3, PAGE_SIZE, 3), generator=torch.Generator().manual_seed(2)).int().to(DEVICE)
+    # a head that takes one token many times, and nothing of a page
+    picks[1, :, 2] = torch.where(picks[1, :, 2] // PAGE_SIZE == 4, -1, 37)
+    picks[0, :, 2], picks[2, :, 2] = picks[0, :, 2] % (4 * PAGE_SIZE), 37
     arena = torch.cat([case.arena, torch.full_like(case.arena[:1], 0xFF).expand(3 * n, -1, -1)])
     dst = (torch.arange(3 * n).int().view(3, n) + len(case.arena)).to(DEVICE)
     src = case.table.segments[0].frames[0, :5]
