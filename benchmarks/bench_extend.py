@@ -15,8 +15,8 @@ from kvstrata.ops.extend_kernel import extend_triton
 from kvstrata.types import PAGE_SIZE, Tier
 
 HEADS, HEAD_DIM, GROUP = 8, 128, 4
-SHAPES = ((32768, 2048), (32768, 512), (8192, 8192), (131072, 2048))
-TIERS = (Tier.INT2, Tier.INT3, Tier.INT4)
+SHAPES = ((32768, 2048), (32768, 512), (8192, 8192), (131072, 2048), (1024, 100))
+TIERS = (Tier.INT2, Tier.INT3, Tier.INT4, Tier.INT8, Tier.BF16)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@
 #endif
 // what a page costs, relative to the others
 #ifndef COSTS
-#define COSTS {80, 48, 27, 22, 20}
+#define COSTS {64, 48, 30, 24, 20}
 #endif
 
 #include "ptx.cuh"
@@ -28,6 +28,8 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int TIERS = 5;  // BF16, INT8, INT4, INT3, INT2: the order in which a sequence's pages lie on the line
 constexpr u32 COST[TIERS] = COSTS;
+constexpr int WORDS[TIERS] = {DENSE_FRAMES, 8, 4, 3, 2};  // frames of a page
+constexpr int AT_ONCE[TIERS] = {1, pages_at_once<8>(), pages_at_once<4>(), pages_at_once<3>(), pages_at_once<2>()};
 
 struct Tier {
     const u32* frames;  // [B, rows, n]
@@ -164,15 +166,34 @@ INLINE void run_of(int& lo, int& hi, const Line& line, u32 before, int count) {
     hi = min((int)((max(line.end, before) - before + cost - 1) / cost), count);
 }
 
+// Asks for the pages of this warp's first turn to be in the L2 cache, if they are of the sequence's first tier: they come while the queries
+// are loaded
+INLINE void prefetch_turn(const Tier (&tiers)[TIERS], const Line& line, u32 before, int b, const Warp& warp, const u8* arena, u32 stride) {
+    u32 n = 0, pages = 0, cost = 1, rows = 0;
+    const u32* frames = nullptr;
+    const int* counts = nullptr;
+#pragma unroll
+    for (int i = TIERS - 1; i >= 0; i--) {
+        const Tier& t = tiers[i];
+        if (t.rows) frames = t.frames, counts = t.counts, rows = t.rows, n = WORDS[i], pages = AT_ONCE[i], cost = COST[i];
+    }
+    const u32 ahead = max(line.begin, before) - before, first = quotient(ahead + cost - 1, cost) + warp.index * pages;
+    const u32 at = first * n + warp.lane;
+    if (warp.lane < n * pages && at < (u32)__ldg(counts + b) * n)
+        prefetch_l2(arena + (u64)__ldg(frames + (u64)b * rows * n + at) * stride, n == DENSE_FRAMES || warp.lane % n < 2 ? FRAME : PLANE);
+}
+
 // One warp's turns in the pages of sequence b that start in the block's share
 INLINE void attend(Sums& a, const Tier (&tiers)[TIERS], const Line& line, u32 before, int b, const Warp& warp, const u16* q_from,
                    bool q_bf16, const u8* arena, u32 stride, int group, float qk_scale) {
     const int head = blockIdx.x;
+    // where a block begins nothing is under way; at a later sequence it cost more than it saved
+    if (b == line.first) prefetch_turn(tiers, line, before, b, warp, arena, stride);
     float unit[2];
     load_query(unit, warp, q_from, q_bf16, group, qk_scale);
     int turn = 0;
-    const auto tier = [&](auto index, auto at_once, const auto& walk) {
-        constexpr int TIER = decltype(index)::value, PAGES = decltype(at_once)::value;
+    const auto tier = [&](auto index, const auto& walk) {
+        constexpr int TIER = decltype(index)::value, PAGES = AT_ONCE[TIER];
         const Tier& t = tiers[TIER];
         if (!t.rows) return;
         const int count = __ldg(t.counts + b);
@@ -185,18 +206,17 @@ INLINE void attend(Sums& a, const Tier (&tiers)[TIERS], const Line& line, u32 be
         if (own >= turns) return;
         const int rounds = (turns - own + WARPS - 1) / WARPS, first = lo + own * PAGES;
         const int pages = min(rounds * PAGES, hi - first - (rounds - 1) * PAGES * (WARPS - 1));
-        constexpr int n = TIER == 0 ? DENSE_FRAMES : TIER == 1 ? 8 : TIER == 2 ? 4 : TIER == 3 ? 3 : 2;
         const i64 row = (i64)b * t.rows;
-        walk(t.frames + row * n, t.heads ? t.live + row * t.heads + head % t.heads : nullptr, t.heads, first, pages);
+        walk(t.frames + row * WORDS[TIER], t.heads ? t.live + row * t.heads + head % t.heads : nullptr, t.heads, first, pages);
     };
-    tier(Index<0>{}, Index<1>{}, [&](auto... pages) {
+    tier(Index<0>{}, [&](auto... pages) {
         attend_dense<DENSE_BF16>(a, q_from, q_bf16, group, qk_scale, warp, arena, stride, pages...);
         to_codes(a);
     });
-    tier(Index<1>{}, Index<pages_at_once<8>()>{}, [&](auto... pages) { attend_planes<4, 4>(a, unit, warp, arena, stride, pages...); });
-    tier(Index<2>{}, Index<pages_at_once<4>()>{}, [&](auto... pages) { attend_planes<2, 2>(a, unit, warp, arena, stride, pages...); });
-    tier(Index<3>{}, Index<pages_at_once<3>()>{}, [&](auto... pages) { attend_planes<2, 1>(a, unit, warp, arena, stride, pages...); });
-    tier(Index<4>{}, Index<pages_at_once<2>()>{}, [&](auto... pages) { attend_planes<1, 1>(a, unit, warp, arena, stride, pages...); });
+    tier(Index<1>{}, [&](auto... pages) { attend_planes<4, 4>(a, unit, warp, arena, stride, pages...); });
+    tier(Index<2>{}, [&](auto... pages) { attend_planes<2, 2>(a, unit, warp, arena, stride, pages...); });
+    tier(Index<3>{}, [&](auto... pages) { attend_planes<2, 1>(a, unit, warp, arena, stride, pages...); });
+    tier(Index<4>{}, [&](auto... pages) { attend_planes<1, 1>(a, unit, warp, arena, stride, pages...); });
 }
 
 // The block's sums of sequence b -> out, or a row of parts, and the merge of the rows if this is the last of them
@@ -250,6 +270,7 @@ INLINE void prefetch(const void* from, u64 bytes) {
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void decode(const u16* q, const u8* arena, void* out, float* lse, float* part,
         float* stat, int* arrived, TIER(16), TIER(8), TIER(4), TIER(3), TIER(2), int batch, int group, float qk_scale, int stride, int each,
         int least, int q_bf16, int rotated) {
+
     extern __shared__ uint4 shared[];
     constexpr u32 RING_BYTES = RING + 2 * DECODED;
     const u32 rings = (u32)__cvta_generic_to_shared(shared);
@@ -263,8 +284,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void decode(const u16* 
     prefetch(q, (u64)batch * heads * group * D * 2);
 #pragma unroll
     for (int i = 0; i < TIERS; i++) {
-        constexpr int words[TIERS] = {DENSE_FRAMES, 8, 4, 3, 2};
-        prefetch(tiers[i].frames, (u64)batch * tiers[i].rows * words[i] * 4);
+        prefetch(tiers[i].frames, (u64)batch * tiers[i].rows * WORDS[i] * 4);
     }
     const auto nobody = [&](int b) {
         if (blockIdx.y || index) return;

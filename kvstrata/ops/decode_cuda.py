@@ -17,7 +17,7 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 """Query heads to a KV head: the columns of a product."""
 DTYPES = (torch.bfloat16, torch.float16)
-COSTS = {Tier.BF16: 80, Tier.INT8: 48, Tier.INT4: 27, Tier.INT3: 22, Tier.INT2: 20}
+COSTS = {Tier.BF16: 64, Tier.INT8: 48, Tier.INT4: 30, Tier.INT3: 24, Tier.INT2: 20}
 """What a page costs a block, relative to the others."""
 WARPS, BLOCKS = 6, 2
 """Warps a block, and blocks that a multiprocessor runs at once: 168 registers a thread."""
@@ -89,10 +89,12 @@ def arguments(q: Tensor, arena: Tensor, table: PageTable, scale: float, rotated:
     (b, hq, _), h = q.shape, arena.shape[1]
     tiers = of_tiers(table, w.arrived, 0)
     pages = tiers[3::5]
-    # whole blocks for each of equal sequences, unless that leaves many idle; of several tiers, whose costs are estimates, it costs more
-    # than it saves
+    # whole blocks for each of equal sequences, unless that leaves many idle. Of several tiers, whose costs are estimates, only one block,
+    # and none of dense pages: all blocks would be at those together
     blocks = w.part.shape[1] - b
-    each = blocks // b if 0 < b <= 32 and blocks % b * 16 <= blocks and sum(n != 0 for n in pages) == 1 else 0
+    each = blocks // b if 0 < b <= 32 and blocks % b * 16 <= blocks else 0
+    if sum(n != 0 for n in pages) != 1 and (each != 1 or pages[TIERS.index(Tier.BF16)] != 0):
+        each = 0
     return [q.contiguous(), arena, w.out, w.lse, w.part, w.stat, w.arrived, *tiers, b, hq // h, scale * math.log2(math.e),
             arena.stride(0), each, LEAST, int(q.dtype is torch.bfloat16), int(rotated)]  # fmt: skip
 
@@ -115,6 +117,5 @@ def decode_cuda(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, den
         )
     w = workspace or make_workspace(q, h)
     kernel = cuda.kernel("decode", "decode", options(d, dense_dtype), shared_bytes(d), q.device.index or 0)
-    with torch.cuda.device(q.device):
-        kernel((h, w.part.shape[1] - q.shape[0]), 32 * WARPS, arguments(q, arena, table, scale, rotated, w))
+    kernel((h, w.part.shape[1] - q.shape[0]), 32 * WARPS, arguments(q, arena, table, scale, rotated, w))
     return w.out, w.lse

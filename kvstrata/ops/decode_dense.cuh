@@ -16,6 +16,7 @@ INLINE u32 swizzled(u32 row, u32 chunk) { return row * (2 * D) + ((chunk ^ (row 
 // plus 16 bytes a lane
 template <int PART>
 INLINE void fetch_piece(u32 to, const u8* from, u32 stride, u32 frames, int lane) {
+    to = fixed(to);
 #pragma unroll
     for (int j = 0; j < PIECE / 512; j++) {
         // 32 chunks, which lie in one frame or in two

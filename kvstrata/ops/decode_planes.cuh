@@ -50,6 +50,7 @@ struct Sources {
 // Starts the copies of a page: N planes, then the metadata of the first two frames. to: plus 16 bytes a lane
 template <int N>
 INLINE void fetch(u32 to, const Sources& from, u32 stride, const u32* frames, int lane) {
+    to = fixed(to);
 #pragma unroll
     for (int i = 0; i < N; i++) {
         const u8* codes = from.codes + (u64)frames[i] * stride;

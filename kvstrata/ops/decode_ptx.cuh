@@ -75,6 +75,11 @@ INLINE u32 max_unsigned2(u32 a, u32 b) {
 
 INLINE u32 swap_bytes(u32 w) { return __byte_perm(w, w, 0x2301); }
 
+// asks for `bytes` (whole 16 bytes) to be in the L2 cache
+INLINE void prefetch_l2(const u8* x, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(x), "r"(bytes));
+}
+
 INLINE void prefetch_l2(const u8* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 
 // The same value, which the compiler cannot compute anew where it is needed: it stays in a register. All lanes call it together.
@@ -116,9 +121,11 @@ INLINE void store(u32 to, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// 16 bytes from global to shared memory, past the L1 cache
+// 16 bytes from global to shared memory, past the L1 cache, and first to leave L2: they are read once. `to` must not be a sum of a register
+// and one of a warp, for which NVRTC 13.0 makes an illegal instruction where there is a policy (a test looks for it): see fixed
 INLINE void copy16(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+                 "cp.async.cg.shared.global.L2::cache_hint.L2::64B [%0], [%1], 16, policy;}" ::"r"(to), "l"(from) : "memory");
 }
 
 INLINE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -35,6 +35,15 @@ def test_every_variant_compiles_without_spills():
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_copies_with_a_cache_policy_have_plain_addresses(head_dim):
+    """NVRTC 13.0 gives an illegal instruction where the address in shared memory is a register and a uniform register together."""
+    (sass,) = inspect("decode", decode_cuda.options(head_dim, torch.bfloat16), "-sass")
+    addresses = re.findall(r"LDGSTS\S* \[(.*?)\]", sass)
+    assert len(addresses) > 50
+    assert not [a for a in addresses if "UR" in a]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_as_many_blocks_fit_as_the_grid_counts_on(head_dim):
     assert BLOCKS * (decode_cuda.shared_bytes(head_dim) + RESERVED) <= SHARED
 
