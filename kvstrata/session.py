@@ -9,7 +9,6 @@ model as one chunk (dense inside, attending the stored pages), and its keys and 
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -20,37 +19,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
 from kvstrata.policy import POLICIES, Budget, BudgetTooSmallError, Signals, make_policy, recent_window
+from kvstrata.policy.thinned import Thinned
 from kvstrata.store.layout import Layout
 from kvstrata.store.queries import NONE
 from kvstrata.store.store import Store
 from kvstrata.tagging.calls import parse_reply
 from kvstrata.tagging.template import Tagged, tag_ids, tag_messages
+from kvstrata.turn import TurnReport, turn_report
 from kvstrata.types import PAGE_SIZE, Plan, Span, Tier
 
-
-@dataclass(frozen=True, slots=True)
-class TurnReport:
-    """What a turn did. Bytes count all layers; bits are real: metadata, sinks, window and padding included."""
-
-    turn: int
-    tokens: int
-    tokens_by_tag_and_tier: Mapping[tuple[str, str, str, str], int]
-    """Tokens by (age, modality, role, tier)."""
-    bytes_stored: int
-    bytes_dead: int
-    """Of bytes_stored: what belongs to dead tokens inside living pages."""
-    bytes_bf16: int
-    """What an uncompressed bfloat16 cache of the same tokens takes."""
-    bits_per_element: float
-    reused_tokens: int
-    new_tokens: int
-    seconds: float
-    anchors: int = 0
-    """Tokens kept as anchors, a layer and KV head on average."""
-    anchors_promoted: int = 0
-    """Of those: made of planes, whose loss stays."""
-    bytes_queries: int = 0
-    """Of bytes_stored, but not in bits_per_element: the newest queries, by which anchors are chosen."""
+CHUNK = 1024
+"""Tokens that run at once, by default, under a policy that evicts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +39,11 @@ class Reply:
     message: dict[str, Any]
     """The reply as an OpenAI-style assistant message, tool calls parsed; append it to `messages` for the next turn."""
     report: TurnReport
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 BUDGET_HORIZON = 2048
@@ -74,10 +58,11 @@ class Session:
     cheapest plan stands in.
     codec, window, dense_dtype, capacity_tokens: of the store made for this session; store: share this one instead (sessions of one
     model then reuse each other's prefixes). window defaults to the policy's (64, triaxial: 0), dense_dtype to bfloat16, and to the model's
-    own type for policy "full".
+    own type for policy "full". chunk_tokens: of a turn, that run at once under a policy that evicts: a session keeps to its budget, and one
+    chunk, within a long turn too; other policies run a turn whole.
 
     Raises ValueError for an unknown policy, setting, tier or codec, an unsupported model, and a budget below the policy's floor.
-    After an error in a turn the session holds what it held before the turn.
+    After an error in a turn the session holds what it held before the turn, less what an evicting policy has evicted since.
     """
 
     def __init__(
@@ -92,6 +77,7 @@ class Session:
         window: int | None = None,
         dense_dtype: str | None = None,
         capacity_tokens: int | None = None,
+        chunk_tokens: int = CHUNK,
         store: Store | None = None,
     ) -> None:
         self.model, self.tokenizer, self.budget_bits = model, tokenizer, budget_bits
@@ -103,7 +89,9 @@ class Session:
             window = recent_window(policy) if window is None else window
             capacity = capacity_tokens or min(getattr(model.config, "max_position_embeddings", 32768), 32768)
             store = Store(store_config(model, capacity, codec=codec, window=window, dense_dtype=dense_dtype), model.device)
-        self.store = store
+        if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens is {chunk_tokens!r}; it must be at least 1")
+        self.store, self.chunk_tokens = store, chunk_tokens
         settings = dict(policy_settings or {})
         # what the codec has stands in for settings that are not given
         defaults = {f.name: f.default for f in fields(POLICIES[policy])} if policy in POLICIES else {}
@@ -112,6 +100,7 @@ class Session:
         if "tier" in defaults and defaults["tier"] not in store.layout.tiers:
             settings.setdefault("tier", store.layout.default_tier)
         self.policy = make_policy(policy, **settings)
+        self._evicts = isinstance(self.policy, Thinned)
         self.reports: list[TurnReport] = []
         self._cache = StrataCache(model, store, self._plan)
         self._spans: tuple[Span, ...] = ()
@@ -143,6 +132,9 @@ class Session:
         ids = torch.tensor([tagged.token_ids], device=self.model.device)
         generate = {"do_sample": False} | generate
         with attached(self.model, self.store, cache=self._cache), torch.no_grad():
+            pieces = self._pieces(reused, len(tagged.token_ids))
+            for start_, end in pieces[:-1]:
+                self.model(input_ids=ids[:, start_:end], **{cache_keyword(self.model): self._cache}, logits_to_keep=1)
             generate |= {cache_keyword(self.model): self._cache, "max_new_tokens": max_new_tokens}
             out: Tensor = self.model.generate(ids, attention_mask=torch.ones_like(ids), **generate)  # type: ignore[operator]
         new = out[0, len(tagged.token_ids) :].tolist()
@@ -163,11 +155,21 @@ class Session:
         spans = tag_ids(self.tokenizer, token_ids) if spans is None else spans
         with self._all_or_nothing():
             reused = self._align(token_ids, spans)
-            new = torch.tensor([token_ids[reused:]], device=self.model.device)
+            logits, n = [], len(token_ids)
             with attached(self.model, self.store, cache=self._cache), torch.no_grad():
-                out = self.model(input_ids=new, **{cache_keyword(self.model): self._cache}, logits_to_keep=logits_to_keep)
+                for first, end in self._pieces(reused, n):
+                    new = torch.tensor([token_ids[first:end]], device=self.model.device)
+                    # of pieces before the last wanted position one row is kept, and left out
+                    wanted = end - first if not logits_to_keep else max(0, min(end - first, logits_to_keep - (n - end)))
+                    out = self.model(input_ids=new, **{cache_keyword(self.model): self._cache}, logits_to_keep=max(wanted, 1))
+                    logits.append(out.logits[0, -wanted:] if wanted else out.logits[0, :0])
         self._end_turn(reused, time.perf_counter() - start)
-        return out.logits[0].float()
+        return torch.cat(logits).float()
+
+    def _pieces(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Chunks in which [start, end) runs: one, but for policies that evict, which keep to their budget within a long turn too."""
+        step = self.chunk_tokens if self._evicts else end - start
+        return [(i, min(i + step, end)) for i in range(start, end, step)]
 
     def reset(self) -> None:
         """Forget the conversation; its settled pages stay reusable in the store until their frames are wanted."""
@@ -201,12 +203,19 @@ class Session:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of this conversation's frames, of the queries that choose anchors, and of sliding-window layers outside the store."""
+        """Bytes of this conversation's frames, of what chooses anchors and survivors, and of sliding-window layers outside the store."""
         return self.frames_in_use * self.layout.frame_bytes + self._query_bytes + self._cache.sliding_bytes
 
     @property
     def _query_bytes(self) -> int:
-        return self.store.queries.ring_bytes if self._cache.sequence_ids and self._sequence.ring != NONE else 0
+        if not self._cache.sequence_ids:
+            return 0
+        s = self._sequence
+        return (
+            (self.store.queries.ring_bytes if s.ring != NONE else 0)
+            + s.memory.nbytes
+            + (s.received.nbytes if s.received is not None else 0)
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -226,7 +235,18 @@ class Session:
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """A turn that fails leaves what was held before it: what it cropped, demoted or aged away is there again."""
-        before, held = self._cache.snapshot(), (self._spans, self._known)
+        held = (self._spans, self._known)
+        if self._evicts:
+            # a snapshot would hold what is evicted in mid-turn: the budget would be twice itself
+            before_ids = self.token_ids
+            try:
+                yield
+            except BaseException:
+                self._back_to(before_ids)
+                self._spans, self._known = held
+                raise
+            return
+        before = self._cache.snapshot()
         try:
             yield
         except BaseException:
@@ -234,6 +254,17 @@ class Session:
             self._spans, self._known = held
             raise
         self._cache.discard(before)
+
+    def _back_to(self, token_ids: list[int]) -> None:
+        """Hold of `token_ids` what is still there; the rest is computed anew when it is wanted."""
+        self._cache.abort()
+        if not self._cache.sequence_ids:
+            return
+        common = _common(self.token_ids, token_ids)
+        if not common:
+            self._cache.reset()
+        elif common < len(self.token_ids):
+            self._cache.crop(common - len(self.token_ids))
 
     @property
     def _sequence(self) -> Any:
@@ -244,7 +275,7 @@ class Session:
         last = len(token_ids) - 1
         if self._cache.sequence_ids:
             stored = self._sequence.token_ids
-            common = next((i for i, (a, b) in enumerate(zip(stored, token_ids, strict=False)) if a != b), min(len(stored), len(token_ids)))
+            common = _common(stored, token_ids)
             if min(common, last) < len(stored):
                 self._cache.crop(min(common, last) - len(stored))
         else:
@@ -316,28 +347,13 @@ class Session:
                 error.floor,
             ) from None
 
-    def _per_head(self, count: int) -> int:
-        return round(count / (self.layout.num_layers * self.layout.num_kv_heads))
-
     def _end_turn(self, reused: int, seconds: float) -> TurnReport:
-        token_ids, pages = self.token_ids, self._sequence.pages
-        spans = self._spans_of(token_ids)
-        current = max((s.turn for s in spans), default=0)
-        counts: Counter[tuple[str, str, str, str]] = Counter()
-        for s in spans:
-            tag = s.tag(current)
-            for p in range(s.start // PAGE_SIZE, (s.end - 1) // PAGE_SIZE + 1):
-                n = min(s.end, (p + 1) * PAGE_SIZE) - max(s.start, p * PAGE_SIZE)
-                counts[tag.age.name.lower(), tag.modality.value, tag.role.value, pages[p].tier.name] += n
-        written = [min(PAGE_SIZE, len(token_ids) - p * PAGE_SIZE) for p in range(len(pages))]
-        report = TurnReport(
-            turn=len(self.reports), tokens=len(token_ids), tokens_by_tag_and_tier=dict(counts), bytes_stored=self.bytes_in_use,
-            bytes_dead=sum(self.layout.dead_bytes(page.tier, n - page.live_tokens) for page, n in zip(pages, written, strict=True)),
-            bytes_bf16=self.layout.bf16_bytes(len(token_ids)), bits_per_element=self.bits_per_element, reused_tokens=reused,
-            new_tokens=len(token_ids) - reused, seconds=seconds,
-            anchors=self._per_head(sum(page.tokens for page in self._sequence.anchors)),
-            anchors_promoted=self._per_head(sum(page.promoted for page in self._sequence.anchors)),
-            bytes_queries=self._query_bytes,
+        token_ids, sequence = self.token_ids, self._sequence
+        if self._evicts:
+            self.store.set_plan(sequence.id, self._plan(token_ids))
+        report = turn_report(
+            self.store, sequence, self._spans_of(token_ids), turn=len(self.reports), reused_tokens=reused, seconds=seconds,
+            bytes_queries=self._query_bytes, bytes_outside=self._cache.sliding_bytes,
         )  # fmt: skip
         self.reports.append(report)
         return report

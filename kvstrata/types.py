@@ -130,6 +130,66 @@ class Anchors:
         check_score(self.score)
 
 
+SELECTORS = ("intent", "received", "newest", "recent", "random")
+"""How survivors are chosen. intent: by the attention that the session's remembered queries would pay (IntentKV). received: by the attention
+that tokens got so far (H2O). newest: by that of the newest queries (SnapKV). recent: the newest tokens (StreamingLLM). random: by a hash
+of the position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Tokens [start, end) that say what a session is after: a request, a call. turn: the user turn that they belong to."""
+
+    start: int
+    end: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """Which tokens of settled pages live on, once there are more than `count` + `slack` of them, or they take more than `pages` pages: for
+    each layer and KV head the `count` with the highest score, gathered into pages of their own at `tier`; what they came from is evicted.
+
+    spared: pages that are left as they are. score: one of SELECTORS. per_head: False chooses one set for all layers and heads. repack:
+    False leaves survivors where they are, others masked, which frees pages of none alone; for one set only, as a page has one mask.
+    For score intent: asks, what is remembered; decay, by how much less a turn later; rope, whether a remembered query counts as if it were
+    asked now (moved) or where it stood (asked); pool, whether a key counts for the most that a query pays it (max) or for the sum (sum);
+    residual, file of a trained head whose score is added (kvstrata/intent), None = none.
+    """
+
+    count: int
+    pages: int
+    tier: Tier = Tier.BF16
+    spared: frozenset[int] = frozenset()
+    score: str = "intent"
+    per_head: bool = True
+    repack: bool = True
+    slack: int = 0
+    asks: tuple[Ask, ...] = ()
+    decay: float = 0.1
+    rope: str = "moved"
+    pool: str = "max"
+    residual: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("count", "pages", "slack"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} of a thinning is {getattr(self, name)}; it must be 0 or more")
+        if self.pages * PAGE_SIZE < self.count:
+            raise ValueError(f"{self.pages} pages of {PAGE_SIZE} do not hold {self.count} survivors")
+        if self.tier is Tier.EVICTED:
+            raise ValueError("survivors have tier EVICTED; accepted: any other")
+        if self.score not in SELECTORS:
+            raise ValueError(f"score is {self.score!r}; accepted: {', '.join(SELECTORS)}")
+        if self.per_head and not self.repack:
+            raise ValueError("repack is False and per_head True; a page has one mask for all heads: accepted with per_head False")
+        for name, value, accepted in (("rope", self.rope, ("moved", "asked")), ("pool", self.pool, ("max", "sum"))):
+            if value not in accepted:
+                raise ValueError(f"{name} of a thinning is {value!r}; accepted: {', '.join(accepted)}")
+        if not self.decay >= 0:
+            raise ValueError(f"decay is {self.decay}; it must be 0 or more a turn")
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a policy returns: the tier of each page, and dead tokens inside pages that live on.
@@ -137,12 +197,14 @@ class Plan:
     tiers[i] is the tier of page i once it leaves the recent window; pages past the end get `default`.
     dead[i] is a 32-bit mask of page i's dead tokens (bit j = token j of the page); absent = none.
     anchors: how, and how many, tokens of quantized pages are kept at a higher tier besides; None = none.
+    thinning: which tokens of settled pages live on where there are too many; None = all.
     """
 
     tiers: tuple[Tier, ...]
     default: Tier = Tier.INT4
     dead: dict[int, int] = field(default_factory=dict)
     anchors: "Anchors | None" = None
+    thinning: "Thinning | None" = None
 
     def tier(self, page: int) -> Tier:
         return self.tiers[page] if page < len(self.tiers) else self.default

@@ -13,7 +13,7 @@ FLOORS = {
     "types": 0, "config": 0,
     "ops": 1, "tagging": 1, "policy": 1,
     "store": 2,
-    "attend": 3,
+    "attend": 3, "turn": 3,
     "adapters": 4,
     "session": 5,
     "calibrate": 6, "intent": 6, "eval": 6,

@@ -33,6 +33,18 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def inv_freq(model: PreTrainedModel) -> Tensor | None:
+    """Rotations of the model's RoPE, the same in every full-attention layer, float [R / 2]; None where positions have several axes."""
+    if "mrope_section" in (getattr(text_config(model), "rope_parameters", None) or {}):
+        return None
+    for module in model.modules():
+        for name in ("full_attention_inv_freq", "inv_freq"):
+            found = getattr(module, name, None)
+            if isinstance(found, Tensor):
+                return found.detach().float()
+    return None
+
+
 def layer_types(config: Any) -> list[str]:
     """The type of each layer, full_attention or sliding_attention. Raises UnsupportedModelError for anything else, by name."""
     if config.model_type not in FAMILIES:
@@ -165,6 +177,7 @@ class StrataCache(Cache):
         config = text_config(model)
         types = layer_types(config)
         self.store = store
+        store.inv_freq = inv_freq(model)
         self.planner = planner
         self.sequence_ids: list[int] = []
         self._mask: Tensor | None = None

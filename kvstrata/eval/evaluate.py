@@ -99,6 +99,6 @@ def check_length(model: PreTrainedModel, *tasks: Task | None) -> None:
 def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setting: Setting, task: Task, reference: Reference | None) -> Outcome:
     """One setting on one conversation, in a store of its own."""
     capacity = len(task.conversation) + SLACK
-    session = Session(model, tokenizer, capacity_tokens=capacity, **setting.session_arguments())
+    session = Session(model, tokenizer, capacity_tokens=capacity, chunk_tokens=task.chunk_tokens(), **setting.session_arguments())
     with session, replayed(model, reference.prefill if reference is not None else None):
         return replace(run_session(session, task, reference), dense_dtype=session.store.config.dense_dtype)

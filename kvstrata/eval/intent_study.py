@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.eval import study as study_file
@@ -30,8 +29,9 @@ from kvstrata.eval.results import Setting
 from kvstrata.eval.study import pooled, record
 from kvstrata.eval.traces import Trace, at_end, load_traces
 from kvstrata.policy import POLICIES
-from kvstrata.session import Session, TurnReport
-from kvstrata.types import PAGE_SIZE, Span, Tier
+from kvstrata.session import Session
+from kvstrata.turn import TurnReport
+from kvstrata.types import Tier
 
 GROUPS = ("budget", "ablation", "tier", "stored", "control")
 BUDGETS = (0.5, 0.25, 0.125)
@@ -54,7 +54,7 @@ class Row:
 
 def kept(policy: str, share: float, tier: Tier | None = None, **options: Any) -> Setting:
     """A policy that evicts down to a share of the tokens."""
-    return Setting(policy, tier, options=(("tokens", share), *options.items()))
+    return Setting(policy, tier, options=(("kept", share), *options.items()))
 
 
 def name_of(policy: str, share: float) -> str:
@@ -72,7 +72,9 @@ def make_rows(residual: str | None = None) -> list[Row]:
     rows += [
         Row("ablation", f"{main}, no memory", kept(OURS, MAIN, memory=False)),
         Row("ablation", f"{main}, one choice for all heads", kept(OURS, MAIN, per_head=False)),
-        Row("ablation", f"{main}, not repacked", kept(OURS, MAIN, repack=False)),
+        Row("ablation", f"{main}, masked and not gathered", kept(OURS, MAIN, per_head=False, repack=False)),
+        Row("ablation", f"{main}, remembered queries where they were asked", kept(OURS, MAIN, rope="asked")),
+        Row("ablation", f"{main}, attention summed", kept(OURS, MAIN, pool="sum")),
     ]
     if residual is not None:
         rows += [Row("ablation", f"{name_of(OURS, b)}, residual", kept(OURS, b, residual=residual)) for b in BUDGETS]
@@ -89,27 +91,6 @@ def make_rows(residual: str | None = None) -> list[Row]:
         Row("control", CONTROL, exact, evidence=False),
     ]
     return rows
-
-
-class HeldSession(Session):
-    """A session that notes how many tokens live after each step."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.held: list[int] = []
-
-    def feed(self, token_ids: list[int], spans: tuple[Span, ...] | None = None, *, logits_to_keep: int = 0) -> Tensor:
-        logits = super().feed(token_ids, spans, logits_to_keep=logits_to_keep)
-        self.held.append(self.live_tokens())
-        return logits
-
-    def live_tokens(self) -> int:
-        """Tokens that can still be attended; those of the last page as far as it is written."""
-        n, live = len(self.token_ids), 0
-        for p, page in enumerate(self._sequence.pages):
-            written = min(PAGE_SIZE, n - p * PAGE_SIZE)
-            live += (page.live & ((1 << written) - 1)).bit_count() if page.tier is not Tier.EVICTED else 0
-        return live
 
 
 def research_task(tokenizer: PreTrainedTokenizerBase, trace: Trace, protocol: str) -> Task:
@@ -158,12 +139,13 @@ def run_row(
 ) -> dict[str, Any]:
     """One row on one conversation, as JSON. count: tokens that each answer is generated for besides; 0: none."""
     capacity, started = len(task.conversation) + SLACK + count, time.process_time()
-    session = HeldSession(model, tokenizer, capacity_tokens=capacity, **row.setting.session_arguments())
+    session = Session(model, tokenizer, capacity_tokens=capacity, chunk_tokens=task.chunk_tokens(), **row.setting.session_arguments())
     with session, replayed(model, reference.prefill):
         outcome = run_session(session, task, reference)
         measured = record(row.group, row.label, task, outcome) | {
-            "protocol": protocol, "reused": outcome.reused_tokens, "fed": outcome.fed_tokens, "peak_tokens": max(session.held),
-            "peak_bytes": session.peak_bytes, "kv_read": kv_read(task.conversation, task.chunks, session.reports),
+            "protocol": protocol, "reused": outcome.reused_tokens, "fed": outcome.fed_tokens,
+            "peak_tokens": max(r.peak_tokens for r in session.reports),
+            "peak_bytes": max(r.peak_bytes for r in session.reports), "kv_read": kv_read(task.conversation, task.chunks, session.reports),
             "cpu_seconds": round(time.process_time() - started, 1), "answers": [a.question.answer for a in task.asked],
             "hits": [f.hit for f in judge(task.asked, outcome.scores, task.context)],
         }  # fmt: skip

@@ -23,6 +23,7 @@ from kvstrata.eval.conversation import Asked, Conversation, context_end
 from kvstrata.eval.metrics import Comparison, Scores, log_probs
 from kvstrata.eval.replay import Prefill, Recorder, recorded
 from kvstrata.ops.score import NUM_QUERIES
+from kvstrata.session import CHUNK
 from kvstrata.types import Role
 
 PROTOCOLS = ("turns", "oneshot")
@@ -34,7 +35,7 @@ TAIL = 400
 class Task:
     """chunks: ends of the chunks, ascending, the last the conversation's end. scored: positions of the tokens whose prediction is judged.
 
-    context: tokens of the conversation proper; questions begin there.
+    context: tokens of the conversation proper; questions begin there. at_once: the first chunk is one prefill, before anything is evicted.
     """
 
     conversation: Conversation
@@ -42,6 +43,11 @@ class Task:
     scored: tuple[int, ...]
     context: int
     asked: tuple[Asked, ...] = ()
+    at_once: bool = False
+
+    def chunk_tokens(self) -> int:
+        """Most tokens that a session may run at once: an evicting one else keeps to its budget within the first chunk."""
+        return max(self.chunks[0], CHUNK) if self.at_once else CHUNK
 
     def rows(self, start: int, end: int) -> list[int]:
         """Rows of the logits of chunk [start, end) that predict scored tokens, counted from its end: negative numbers."""
@@ -74,7 +80,7 @@ def make_task(protocol: str, conversation: Conversation, asked: tuple[Asked, ...
         scored = sorted({p for start, end in told for p in range(start, end)}.union(answers))
     if not scored or chunks[0] < 1:
         raise ValueError(f"trace {conversation.id}: {protocol} has nothing to score in {n} tokens and {len(conversation.replies)} replies")
-    return Task(conversation, tuple(sorted(set(chunks))), tuple(scored), context, asked)
+    return Task(conversation, tuple(sorted(set(chunks))), tuple(scored), context, asked, protocol == "oneshot")
 
 
 @dataclass(frozen=True)

@@ -36,3 +36,21 @@ def column_scores(q: Tensor, k: Tensor, scale: float, score: str = "mass", visib
             logits.masked_fill_(~visible[:, head], -torch.inf)
         out[head] = torch.softmax(logits, -1).nan_to_num_(0.0).sum((0, 1))
     return out
+
+
+def query_scores(q: Tensor, weights: Tensor, k: Tensor, scale: float, visible: Tensor, pool: str = "max") -> Tensor:
+    """Attention that remembered queries pay to each key, for each KV head, whatever the order of queries and keys.
+
+    q [E, Hq, D] and k [n, H, D] after RoPE; weights float32 [E]; visible: bool [n, H], keys that are there. -> float32 [H, n]: the largest
+    (pool max) or the sum (sum), over queries and the group's heads, of weight * softmax(scale q·k).
+    """
+    e, hq, d = q.shape
+    n, h, _ = k.shape
+    grouped = q.float().view(e, h, hq // h, d)
+    out = torch.empty(h, n, device=k.device)
+    for head in range(h):
+        logits = (grouped[:, head] * scale) @ k[:, head].float().T
+        logits.masked_fill_(~visible[:, head], -torch.inf)
+        paid = torch.softmax(logits, -1).nan_to_num_(0.0) * weights.to(q.device)[:, None, None]
+        out[head] = paid.amax((0, 1)) if pool == "max" else paid.sum((0, 1))
+    return out

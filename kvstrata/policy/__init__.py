@@ -8,6 +8,7 @@ from kvstrata.policy.budget import Budget, BudgetTooSmallError, Signals
 from kvstrata.policy.full import Full
 from kvstrata.policy.hyquant import HyQuant
 from kvstrata.policy.role import ByRole
+from kvstrata.policy.thinned import H2O, Chance, IntentKV, Recent, SnapKV, Streaming, Thinned
 from kvstrata.policy.triaxial import TriAxial
 from kvstrata.policy.uniform import Uniform
 from kvstrata.policy.window import Window
@@ -23,13 +24,19 @@ class Policy(Protocol):
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan: ...
 
 
-POLICIES: dict[str, type[Full | Uniform | Window | ByRole | TriAxial | HyQuant]] = {
+POLICIES: dict[str, type[Full | Uniform | Window | ByRole | TriAxial | HyQuant | Thinned]] = {
     "full": Full,
     "uniform": Uniform,
     "window": Window,
     "role": ByRole,
     "triaxial": TriAxial,
     "hyquant": HyQuant,
+    "intentkv": IntentKV,
+    "streaming": Streaming,
+    "snapkv": SnapKV,
+    "h2o": H2O,
+    "recent": Recent,
+    "random": Chance,
 }
 
 

@@ -3,7 +3,6 @@
 Knows which tokens may become anchors and where their K and V come from; nothing of attention's reading of them.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor
 from kvstrata.ops import dense
 from kvstrata.ops.score import column_scores
 from kvstrata.ops.write import write_pages
+from kvstrata.store.contents import Contents, tokens_of
 from kvstrata.store.gathered import EMPTY, Gathered
 from kvstrata.store.page import Page, Sequence
 from kvstrata.types import PAGE_SIZE, Anchors, Tier
@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 def eligible(pages: list[Page]) -> NDArray[np.bool_]:
     """bool [32 * pages]: live tokens of quantized pages."""
-    return _tokens([page.live if page.tier.k_planes else 0 for page in pages]).ravel()
-
-
-def _tokens(masks: list[int]) -> NDArray[np.bool_]:
-    """bool [masks, 32]: live tokens."""
-    return ((np.array(masks, dtype=np.uint32)[:, None] >> np.arange(PAGE_SIZE, dtype=np.uint32)) & 1).astype(bool)
+    return tokens_of([page.live if page.tier.k_planes else 0 for page in pages]).ravel()
 
 
 def is_due(s: Sequence, anchors: Anchors, new: int, settles: bool, interval: int) -> bool:
@@ -44,25 +39,6 @@ def is_due(s: Sequence, anchors: Anchors, new: int, settles: bool, interval: int
     since = s.num_tokens + new - s.chosen_at
     # what settles is whole for the last time: a choice that would fall due before pages settle again is made now
     return new > 1 or since >= anchors.refresh or (settles and since + interval > anchors.refresh)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Stored pages of one tier: frames int32 [P, n]; the live tokens' positions in the sequence and among these pages, int64 [N] each."""
-
-    tier: Tier
-    frames: Tensor
-    positions: Tensor
-    tokens: Tensor
-
-    @classmethod
-    def of(cls, tier: Tier, pages: list[Page], device: torch.device) -> "_Stored":
-        mine = [p for p, page in enumerate(pages) if page.frames and page.tier is tier]
-        page, token = np.nonzero(_tokens([pages[p].live for p in mine]))
-        return cls(
-            tier, torch.tensor([pages[p].frames for p in mine], dtype=torch.int32, device=device),
-            torch.from_numpy(np.array(mine)[page] * PAGE_SIZE + token).to(device), torch.from_numpy(page * PAGE_SIZE + token).to(device),
-        )  # fmt: skip
 
 
 class AnchorJob:
@@ -80,8 +56,7 @@ class AnchorJob:
         self._frames = torch.tensor(frames, dtype=torch.int32, device=device)
         # by layer: positions int64 and whether they were whole, bool, [H, count] each; fetched from the device once, at the end
         self._chosen: dict[int, tuple[Tensor, Tensor]] = {}
-        # where the step finds what is stored: full precision in BF16 pages and anchors, planes elsewhere
-        self._old = [_Stored.of(tier, s.pages, device) for tier in sorted({p.tier for p in s.pages if p.frames})]
+        self._stored = Contents(store, s)
 
     @staticmethod
     def num_pages(anchors: Anchors, pages: list[Page], settled: int) -> int:
@@ -110,17 +85,8 @@ class AnchorJob:
 
     def _contents(self, layer: int, arena: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All tokens' K and V [n, H, D] in the pages' dtype, which of them [n, H] never were in planes, and which are there at all."""
-        s, (_, h, d) = self.sequence, k.shape
-        keys, values = (x.new_zeros(self.num_tokens, h, d) for x in (k, v))
-        whole = torch.zeros(self.num_tokens, h, dtype=torch.bool, device=k.device)
-        there = torch.zeros_like(whole)
-        for old in self._old:
-            for out, x in zip((keys, values), self._store.read_pages(arena, old.frames, old.tier), strict=True):
-                out[old.positions] = x.flatten(0, 1)[old.tokens].to(out.dtype)
-            whole[old.positions], there[old.positions] = old.tier is Tier.BF16, True
-        if s.anchors:
-            at, heads, kept = overlay(self._store, layer, arena, s.anchors, keys, values)
-            whole[at, heads] = kept
+        s = self.sequence
+        keys, values, whole, there = self._stored.read(layer, arena, self.num_tokens)
         new = slice(s.num_tokens, self.num_tokens)
         keys[new], values[new], whole[new], there[new] = k[self._rows], v[self._rows], True, True
         return keys, values, whole, there
@@ -135,24 +101,3 @@ class AnchorJob:
         at = [slice(i * PAGE_SIZE, (i + 1) * PAGE_SIZE) for i in range(len(self.frames))]
         pages = zip(self.frames, at, strict=True)
         return [Gathered(self._anchors.tier, f, positions[:, :, i].copy(), whole[:, :, i].copy()) for f, i in pages]
-
-
-def overlay(
-    store: "Store", layer: int, arena: Tensor, pages: list[Gathered], keys: Tensor, values: Tensor, first: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Put what anchor pages hold over keys, values [n, H, D] of the positions from `first` on: it is nearer to the truth than planes.
-    -> rows and KV heads, int64, of what was put there, and which of it never was in planes."""
-    put = []
-    for tier in sorted({page.tier for page in pages}):
-        mine = [page for page in pages if page.tier is tier]
-        positions, whole = (np.stack([getattr(page, name)[layer] for page in mine]) for name in ("positions", "whole"))
-        page, head, slot = np.nonzero((positions >= first) & (positions < first + len(keys)))
-        # one copy to the device, for all pages of a tier
-        of = np.stack([positions[page, head, slot].astype(np.int64) - first, head, page, slot, whole[page, head, slot]])
-        rows, heads, at, slots, kept = torch.from_numpy(of).to(keys.device)
-        frames = torch.tensor([p.frames for p in mine], dtype=torch.int32, device=arena.device)
-        for out, x in zip((keys, values), store.read_pages(arena, frames, tier), strict=True):
-            out[rows, heads] = x[at, slots, heads].to(out.dtype)
-        put.append((rows, heads, kept.bool()))
-    rows, heads, kept = (torch.cat(parts) for parts in zip(*put, strict=True))
-    return rows, heads, kept

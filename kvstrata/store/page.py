@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from kvstrata.store.gathered import Gathered
+import numpy as np
+from torch import Tensor
+
+from kvstrata.store.gathered import EMPTY, Gathered
+from kvstrata.store.memory import QueryMemory
 from kvstrata.store.queries import NONE
 from kvstrata.types import PAGE_SIZE, Plan, Tier
 
@@ -41,21 +45,41 @@ class Sequence:
     """Changes whenever a settled page or an anchor does."""
     anchors: list[Gathered] = field(default_factory=list)
     """Pages of tokens that are attended here and not where they came from."""
+    survivors: list[Gathered] = field(default_factory=list)
+    """Pages of what lives on of pages that were thinned; those are evicted."""
     chosen_at: int = 0
     """Tokens that there were when the anchors were chosen."""
     ring: int = NONE
     """Where the newest queries of a sequence that chooses anchors lie (store/queries.py)."""
     queries_from: int = 0
     """First position whose query is in the ring; from there on all are."""
+    memory: QueryMemory = field(default_factory=QueryMemory)
+    """Of the session's asks, where the plan thins by them."""
+    received: Tensor | None = None
+    """Attention that each token got so far, float32 [layers, KV heads, tokens], where the plan thins by it."""
+    scale: float = 1.0
+    """Of q·k, as the model has it."""
+    thinned: int = 0
+    """Tokens that were thinned away, a layer and KV head."""
+    peak_frames: int = 0
+    """Most frames that were held at once, those of a step that was open included."""
+    peak_tokens: int = 0
+    """Most tokens that a layer and KV head held at once, where the plan thins."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
+    def held_tokens(self) -> int:
+        """Tokens that live, in the layer and KV head that holds most."""
+        survivors = sum(((page.positions != EMPTY).sum(-1) for page in self.survivors), np.zeros((1, 1), np.int64))
+        return sum(page.live_tokens for page in self.pages) + int(survivors.max())
+
+    @property
     def held(self) -> list[tuple[int, ...]]:
-        """Frames of each page and anchor page."""
-        return [page.frames for page in self.pages] + [page.frames for page in self.anchors]
+        """Frames of each page, anchor page and page of survivors."""
+        return [page.frames for page in self.pages] + [page.frames for page in (*self.anchors, *self.survivors)]
 
     @property
     def frames(self) -> int:

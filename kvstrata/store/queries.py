@@ -44,6 +44,10 @@ class Queries:
         if ring != NONE:
             self.ref_counts[ring] -= 1
 
+    def holds(self, ring: int) -> bool:
+        """Whether queries were ever written to the ring."""
+        return ring != NONE and self._buffer is not None and ring < len(self._buffer)
+
     def shared(self, ring: int) -> bool:
         return self.ref_counts[ring] > 1
 

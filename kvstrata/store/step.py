@@ -18,6 +18,7 @@ from kvstrata.store.anchors import AnchorJob, is_due
 from kvstrata.store.arena import DEAD_SLOT, OutOfFramesError
 from kvstrata.store.page import FULL, Page, Sequence
 from kvstrata.store.queries import NONE
+from kvstrata.store.signals import Watch, wants_newest
 from kvstrata.types import PAGE_SIZE, Tier
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class _Change:
     pages: list[Page]
     settled: int
     anchors: AnchorJob | None = None
+    watch: Watch | None = None
     ring: int = NONE
     queries_from: int = 0
 
@@ -73,6 +75,13 @@ class Step:
         self._plan_all(token_ids)
         self._finish_jobs()
         self._plan_queries()
+        for change in self._changes:
+            s = change.sequence
+            old = {i for page in s.pages[change.first :] for i in page.frames}
+            new = [i for page in change.pages for i in page.frames if i not in old]
+            s.peak_frames = max(s.peak_frames, s.frames + len(new))
+            if s.plan.thinning is not None:
+                s.peak_tokens = max(s.peak_tokens, s.held_tokens + len(change.token_ids))
 
     @property
     def reserved(self) -> list[int]:
@@ -116,7 +125,10 @@ class Step:
         for p in range(s.settled, -(-after // PAGE_SIZE)):
             pages.append(self._plan_page(s, p, settled, before, after, row))
         change = _Change(s, ids, s.settled, pages, settled)
-        change.anchors = self._plan_anchors(change, slice(row, row + len(ids)))
+        rows = slice(row, row + len(ids))
+        change.anchors = self._plan_anchors(change, rows)
+        if self._new and ids and s.plan.thinning is not None:
+            change.watch = Watch(self._store, s, s.plan.thinning, rows)
         self._changes.append(change)
 
     def _plan_anchors(self, change: _Change, rows: slice) -> AnchorJob | None:
@@ -138,7 +150,8 @@ class Step:
         rows: list[int] = []
         for change, end in zip(self._changes, self.cu_seqlens[1:], strict=True):
             s, new, anchors = change.sequence, len(change.token_ids), change.sequence.plan.anchors
-            if anchors is None or (s.anchors and not anchors.refresh):
+            chooses = anchors is not None and not (s.anchors and not anchors.refresh)
+            if not chooses and not wants_newest(s.plan):
                 continue
             kept, after = min(new, NUM_QUERIES), s.num_tokens + new
             change.ring, change.queries_from = s.ring, max(s.queries_from, after - NUM_QUERIES)
@@ -234,7 +247,7 @@ class Step:
     def write(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None, scale: float = 1.0) -> None:
         """Store the chunk's K (after RoPE) and V of one layer: [N, H, D], packed as cu_seqlens says.
 
-        q [N, Hq, D] and scale (of q·k): where a plan has anchors, for the newest queries choose them.
+        q [N, Hq, D] and scale (of q·k): where a plan has anchors or thins, for queries choose what stays.
         Raises NonFiniteError naming layer, KV head, sequence and position, ValueError where q is missing; then only abort is left.
         """
         assert self.open, "the step has ended"
@@ -261,12 +274,17 @@ class Step:
         if self._append:
             frames, tokens, rows = self._append_to
             write_dense(arena, frames, tokens, k[rows.long()], v[rows.long()])
+        if q is None:
+            if self._queries is not None or any(change.watch is not None for change in self._changes):
+                raise ValueError("a sequence of the step has anchors or survivors, which queries choose; write needs them too")
+            self._written.add(layer)
+            return
         if self._queries is not None:
-            if q is None:
-                raise ValueError("a sequence of the step has anchors, which queries choose; write needs them too")
             rings, places, rows = self._queries
             store.queries.write(layer, rings, places, q[rows])
         for change in self._changes:
+            if change.watch is not None:
+                change.watch.write(layer, arena, k, v, q, scale)
             if change.anchors is not None:
                 newest = store.queries.read(layer, change.ring, change.queries_from, change.anchors.num_tokens)
                 change.anchors.choose(layer, arena, newest, k, v, scale)
@@ -321,6 +339,8 @@ class Step:
                 for old in s.anchors:
                     arena.release(old.frames)
                 s.anchors, s.chosen_at = change.anchors.finish(), s.num_tokens
+            if change.watch is not None:
+                change.watch.commit()
             self._store.forget_queries(s)
             self._store.publish(s, change.first)
         self._store.step_ended(self)

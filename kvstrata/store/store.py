@@ -10,16 +10,19 @@ from torch import Tensor
 from kvstrata.config import StoreConfig
 from kvstrata.ops import dense
 from kvstrata.ops.write import read_dense
-from kvstrata.store.anchors import eligible, overlay
+from kvstrata.store.anchors import eligible
 from kvstrata.store.arena import Arena, OutOfFramesError
-from kvstrata.store.gathered import Gathered, keep
+from kvstrata.store.contents import overlay, tokens_of
+from kvstrata.store.gathered import EMPTY, Gathered, keep
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Page, Sequence
 from kvstrata.store.prefix import PrefixIndex, page_key
 from kvstrata.store.queries import NONE, Queries
+from kvstrata.store.signals import remember, scored, wants_newest
 from kvstrata.store.step import Step
 from kvstrata.store.tables import TableBuilder
-from kvstrata.types import PAGE_SIZE, Plan, Tier
+from kvstrata.store.thin import is_due, thin
+from kvstrata.types import PAGE_SIZE, Plan, Thinning, Tier
 
 
 class Store:
@@ -37,6 +40,8 @@ class Store:
         self.tables = TableBuilder(torch.device(device))
         self.prefix = PrefixIndex(self.arena)
         self.queries = Queries(config.num_layers, self.dense_dtype, torch.device(device))
+        # rotations of the model's RoPE, float [R / 2] (ops/rotary.py); None: unknown, and remembered queries stay where they were asked
+        self.inv_freq: Tensor | None = None
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count(1)
         self._epochs = itertools.count(1)
@@ -56,7 +61,8 @@ class Store:
         return s.id
 
     def _check_plan(self, plan: Plan) -> None:
-        for tier in {*plan.tiers, plan.default, *([plan.anchors.tier] if plan.anchors else [])}:
+        chosen = [x.tier for x in (plan.anchors, plan.thinning) if x is not None]
+        for tier in {*plan.tiers, plan.default, *chosen}:
             self.layout.check_tier(tier)
 
     def _check_idle(self, sequence_id: int, what: str) -> Sequence:
@@ -79,6 +85,7 @@ class Store:
         s = self.sequence(sequence_id)
         twin = dataclasses.replace(
             s, id=next(self._ids), token_ids=list(s.token_ids), pages=list(s.pages), keys=list(s.keys), anchors=list(s.anchors),
+            survivors=list(s.survivors),
             # an open step writes into the ring
             ring=NONE if self._step is not None and s in self._step.sequences else self.queries.share(s.ring),
         )  # fmt: skip
@@ -205,11 +212,13 @@ class Store:
     # precision and residency
 
     def set_plan(self, sequence_id: int, plan: Plan) -> int:
-        """Give a sequence a new plan: settled pages are demoted or evicted where it says so, and never gain what they lost; pages that
-        settle later follow it. Returns how many frames became free. Raises ValueError for a tier that the codec lacks."""
+        """Give a sequence a new plan: settled pages are demoted, evicted or thinned where it says so, and never gain what they lost; pages
+        that settle later follow it. Returns how many frames became free. Raises ValueError for a tier that the codec lacks."""
         s = self._check_idle(sequence_id, "replan")
         self._check_plan(plan)
         s.plan = plan
+        if plan.thinning is not None:
+            remember(self, s, plan.thinning)
         self.forget_queries(s)
         before = self.arena.free
         for p in range(s.settled):
@@ -222,8 +231,16 @@ class Store:
             s.version += 1
             if s.pages[p].live != page.live:
                 self._new_epoch(s)
+        if plan.thinning is not None:
+            self._thin(s, plan.thinning)
         self._keep_anchors(s)
         return self.arena.free - before
+
+    def _thin(self, s: Sequence, thinning: Thinning) -> None:
+        if not is_due(s, thinning):
+            return
+        s.thinned += thin(self, s, thinning, lambda layer, k, v, there: scored(self, s, thinning, layer, k, there))
+        self._new_epoch(s)
 
     def _keep_anchors(self, s: Sequence) -> None:
         """Let go of anchors beyond the plan's, and of those whose token does not live in a quantized page any more."""
@@ -241,8 +258,9 @@ class Store:
         s.version += 1
 
     def forget_queries(self, s: Sequence) -> None:
-        """Let go of queries that will choose no anchors any more."""
-        if s.plan.anchors is None or (s.anchors and not s.plan.anchors.refresh):
+        """Let go of queries that will choose nothing any more."""
+        chooses = s.plan.anchors is not None and not (s.anchors and not s.plan.anchors.refresh)
+        if not chooses and not wants_newest(s.plan):
             self.queries.drop(s.ring)
             s.ring = NONE
 
@@ -309,7 +327,18 @@ class Store:
         s.token_ids = s.token_ids[:num_tokens]
         s.settled, s.keys, s.version = min(s.settled, whole), s.keys[:whole], s.version + 1
         s.queries_from, s.chosen_at = min(s.queries_from, num_tokens), min(s.chosen_at, num_tokens)
+        s.memory = s.memory.cropped(num_tokens)
+        s.received = None if s.received is None else s.received[..., :num_tokens]
+        self._keep_survivors(s)
         self._keep_anchors(s)
+
+    def _keep_survivors(self, s: Sequence) -> None:
+        """Let go of survivors that the sequence's tokens do not reach."""
+        kept = [keep(page, np.ones(s.num_tokens, np.bool_)) for page in s.survivors]
+        for page in kept:
+            if not page.tokens:
+                self.arena.release(page.frames)
+        s.survivors = [page for page in kept if page.tokens]
 
     # books
 
@@ -336,7 +365,7 @@ class Store:
         """Raises AssertionError where frames, references, pages and sequences disagree."""
         references = np.zeros(self.arena.num_frames, dtype=np.int32)
         pages: list[Page | Gathered] = [page for s in self.sequences for page in s.pages]
-        pages += [page for s in self.sequences for page in s.anchors]
+        pages += [page for s in self.sequences for page in (*s.anchors, *s.survivors)]
         for page in [*pages, *self.prefix.pages()]:
             assert len(page.frames) == self.layout.frames(page.tier), f"{page} has {len(page.frames)} frames"
             np.add.at(references, list(page.frames), 1)
@@ -352,3 +381,14 @@ class Store:
             live = eligible(s.pages[: s.settled])
             for page in s.anchors:
                 assert np.array_equal(keep(page, live).positions, page.positions), f"sequence {s.id}: an anchor's token does not live"
+            self._check_survivors(s)
+
+    def _check_survivors(self, s: Sequence) -> None:
+        there = np.zeros((self.config.num_layers, self.config.num_kv_heads, s.num_tokens), np.int64)
+        for page in s.survivors:
+            layer, head, slot = np.nonzero(page.positions != EMPTY)
+            np.add.at(there, (layer, head, page.positions[layer, head, slot]), 1)
+        for p, old in enumerate(s.pages):
+            live = np.flatnonzero(tokens_of([old.live])[0][: s.num_tokens - p * PAGE_SIZE])
+            there[:, :, p * PAGE_SIZE + live] += 1
+        assert there.max(initial=0) <= 1, f"sequence {s.id}: a token lives twice"

@@ -31,13 +31,13 @@ def _rows(pages: list[Page], picked: NDArray[np.uint32] | None = None) -> Rows:
 
 
 def _settled_rows(s: Sequence) -> Rows:
-    """Rows of settled pages and anchors; an anchor's bit is cleared where it came from."""
-    if not s.anchors:
+    """Rows of settled pages, anchors and survivors; an anchor's bit is cleared where it came from."""
+    if not s.anchors and not s.survivors:
         return _rows(s.pages[: s.settled])
-    rows = _rows(s.pages[: s.settled], picked_bits(s.anchors, s.settled))
+    rows = _rows(s.pages[: s.settled], picked_bits(s.anchors, s.settled) if s.anchors else None)
     if s.plan.anchors is not None and s.plan.anchors.alone:
         rows |= {tier: (frames, np.zeros_like(live)) for tier, (frames, live) in rows.items() if tier is not Tier.BF16}
-    for page in s.anchors:
+    for page in (*s.anchors, *s.survivors):
         _extend(rows, {page.tier: (np.array([page.frames], dtype=np.int32), page.live[None])})
     return rows
 

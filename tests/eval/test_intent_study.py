@@ -20,7 +20,6 @@ from kvstrata.eval.results import Setting
 from kvstrata.eval.traces import Trace, load_traces
 from kvstrata.policy import POLICIES
 from kvstrata.session import Session
-from kvstrata.types import Tier
 from tests.eval.fakes import tiny_model
 
 EXACT = study.Row("budget", study.FULL, Setting("full", dense_dtype="float32"))
@@ -111,7 +110,7 @@ def test_in_turns_an_answer_is_a_step_of_its_own(tokenizer: Any, trace: Trace) -
 def test_a_session_answers_as_generate_does(tokenizer: Any, trace: Trace) -> None:
     model = tiny_model()
     task = study.research_task(tokenizer, trace, "oneshot")
-    with study.HeldSession(model, tokenizer, "full", capacity_tokens=4000) as session:
+    with Session(model, tokenizer, "full", capacity_tokens=4000) as session:
         session.feed(task.conversation.token_ids, task.conversation.spans, logits_to_keep=1)
         told = study.generated(session, tokenizer, task, 4)
     assert len(told) == len(task.asked)
@@ -147,16 +146,6 @@ def test_bytes_read_count_a_prompt_once_and_each_token_of_a_reply() -> None:
     assert study.kv_read(conversation, (4, 7, 12, 16, 20), reports) == 10 + 3 * 100 + 1000 + 4 * 10000 + 7
     # the first step is one prefill; of the second, a prompt and three replied
     assert study.kv_read(conversation, (8, 15), reports[:2]) == 10 + 4 * 100
-
-
-def test_live_tokens_are_those_that_can_be_attended(tokenizer: Any) -> None:
-    model = tiny_model()
-    ids = [7 + i % 50 for i in range(1000)]
-    with study.HeldSession(model, tokenizer, "window", policy_settings={"recent": 256}, window=64, capacity_tokens=1100) as session:
-        session.feed(ids, logits_to_keep=1)
-        tiers = session.page_tiers()
-        assert session.held == [sum(t is not Tier.EVICTED for t in tiers[:-1]) * 32 + 1000 % 32]
-        assert session.held[0] < 400
 
 
 def test_verdicts_compare_the_same_conversations() -> None:

@@ -38,7 +38,12 @@ def bill(plan: Plan, num_tokens: int, window_pages: int) -> int:
     assert len(plan.tiers) == pages
     prices = {**PAGE, Tier.EVICTED: 0}
     anchors = math.ceil(plan.anchors.count / PAGE_SIZE) * prices[plan.anchors.tier] if plan.anchors else 0
-    return anchors + sum(prices[Tier.BF16] if i >= pages - window_pages else prices[t] for i, t in enumerate(plan.tiers))
+    paid = [prices[Tier.BF16] if i >= pages - window_pages else prices[t] for i, t in enumerate(plan.tiers)]
+    if plan.thinning is None:
+        return anchors + sum(paid)
+    stays = {*plan.thinning.spared, *range(pages - window_pages, pages)}
+    thinned = sum(cost for i, cost in enumerate(paid) if i not in stays)
+    return sum(paid) - thinned + min(thinned, plan.thinning.pages * prices[plan.thinning.tier])
 
 
 @pytest.mark.parametrize("name", POLICIES)

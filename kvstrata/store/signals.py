@@ -1,0 +1,118 @@
+"""What is watched during steps so that a sequence can be thinned between them, and the scores that come of it.
+
+Knows nothing of how much goes or where survivors are put (store/thin.py).
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, pad
+
+from kvstrata.ops.rotary import moved
+from kvstrata.ops.score import NUM_QUERIES, column_scores, query_scores
+from kvstrata.store.contents import Contents
+from kvstrata.store.memory import places
+from kvstrata.store.page import Sequence
+from kvstrata.types import Plan, Thinning
+
+if TYPE_CHECKING:
+    from kvstrata.store.store import Store
+
+BLOCK = 256
+"""Queries whose attention is looked at at once."""
+POOL = 7
+"""Neighbours that share the newest queries' attention (SnapKV, Li et al. 2024, which pools over 7 or 13)."""
+
+
+def wants_newest(plan: Plan) -> bool:
+    """Whether the newest queries have to be kept (store/queries.py) for a thinning: they choose, or are remembered once known as asks."""
+    return plan.thinning is not None and plan.thinning.score in ("newest", "intent")
+
+
+class Watch:
+    """One sequence's thinning signals in one step of rows [start, stop) of the chunk. What it saw becomes the sequence's at `commit`."""
+
+    def __init__(self, store: "Store", s: Sequence, thinning: Thinning, rows: slice) -> None:
+        self._store, self._s, self._thinning, self._rows = store, s, thinning, rows
+        self._before, self._after = s.num_tokens, s.num_tokens + rows.stop - rows.start
+        self._asked: list[tuple[int, int]] = []
+        # a token that was just generated is not known to be an ask yet: its query waits among the newest
+        if thinning.score == "intent" and rows.stop - rows.start > 1:
+            self._asked = asked(thinning, max(self._before, s.memory.until), self._after)
+        self._queries: dict[int, Tensor] = {}
+        self._received: dict[int, Tensor] = {}
+        self._contents = Contents(store, s) if thinning.score == "received" else None
+        self._scale = s.scale
+
+    def write(self, layer: int, arena: Tensor, k: Tensor, v: Tensor, q: Tensor, scale: float) -> None:
+        """k, v [N, H, D] and q [N, Hq, D] of the step's chunk."""
+        self._scale = scale
+        if self._asked:
+            at = torch.tensor([self._rows.start + p - self._before for p, _ in self._asked], device=q.device)
+            self._queries[layer] = q[at].detach().to(self._store.dense_dtype)
+        if self._contents is not None:
+            keys, _, _, there = self._contents.read(layer, arena, self._after)
+            keys[self._before :], there[self._before :] = k[self._rows], True
+            self._received[layer] = self._attention(keys, there, q[self._rows].to(keys.dtype), scale)
+
+    def _attention(self, keys: Tensor, there: Tensor, q: Tensor, scale: float) -> Tensor:
+        total = keys.new_zeros(keys.shape[1], self._after, dtype=torch.float32)
+        for start in range(0, len(q), BLOCK):
+            end = min(start + BLOCK, len(q))
+            seen = self._before + end
+            total[:, :seen] += column_scores(q[start:end], keys[:seen], scale, "mass", there[:seen])
+        return total
+
+    def commit(self) -> None:
+        s, layers = self._s, range(self._store.config.num_layers)
+        s.scale = self._scale
+        if self._contents is not None:
+            new = torch.stack([self._received[layer] for layer in layers])
+            old = s.received if s.received is not None else new.new_zeros(*new.shape[:2], 0)
+            s.received = new + pad(old[..., : self._before], (0, self._after - min(old.shape[-1], self._before)))
+        elif self._rows.stop - self._rows.start > 1 and self._thinning.score == "intent":
+            queries = torch.stack([self._queries[layer] for layer in layers], 1) if self._asked else None
+            s.memory = s.memory.grown([p for p, _ in self._asked], [t for _, t in self._asked], queries, self._after)
+
+
+def asked(thinning: Thinning, start: int, end: int) -> list[tuple[int, int]]:
+    """(position, turn) of what is remembered of positions [start, end)."""
+    return [(p, ask.turn) for ask in thinning.asks if ask.start < end and ask.end > start for p in places(ask) if start <= p < end]
+
+
+def remember(store: "Store", s: Sequence, thinning: Thinning) -> None:
+    """Remember asks among the tokens that were generated since; their queries are among the newest."""
+    start = max(s.memory.until, s.queries_from)
+    if thinning.score != "intent" or start >= s.num_tokens or not store.queries.holds(s.ring):
+        return
+    new = asked(thinning, start, s.num_tokens)
+    queries = None
+    if new:
+        at = torch.tensor([p - start for p, _ in new])
+        newest = [store.queries.read(layer, s.ring, start, s.num_tokens) for layer in range(store.config.num_layers)]
+        queries = torch.stack([q[at.to(q.device)] for q in newest], 1)
+    s.memory = s.memory.grown([p for p, _ in new], [t for _, t in new], queries, s.num_tokens)
+
+
+def scored(store: "Store", s: Sequence, thinning: Thinning, layer: int, keys: Tensor, there: Tensor) -> Tensor:
+    """The rule's score of each token: keys [n, H, D] and which are there, bool [n, H] -> float32 [H, n]."""
+    n, heads, _ = keys.shape
+    positions = torch.arange(n, dtype=torch.float32, device=keys.device)
+    if thinning.score == "random":
+        # multiples of an irrational number, shifted by layer and head: the same token has another fate in each
+        shift = torch.arange(heads, device=keys.device)[:, None] * 0.414 + layer * 0.732
+        return torch.frac(positions.double() * 0.6180339887498949 * 7919 + shift).float()
+    if thinning.score == "received" and s.received is not None:
+        return pad(s.received[layer], (0, n - s.received.shape[-1]))
+    if thinning.score == "newest" and store.queries.holds(s.ring) and s.queries_from < s.num_tokens:
+        newest = store.queries.read(layer, s.ring, max(s.queries_from, s.num_tokens - NUM_QUERIES), s.num_tokens)
+        return avg_pool1d(column_scores(newest, keys, s.scale, "mass", there), POOL, 1, POOL // 2)
+    if thinning.score == "intent" and s.memory.positions:
+        q = s.memory.of(layer)
+        if thinning.rope == "moved" and store.inv_freq is not None:
+            by = s.num_tokens - torch.tensor(s.memory.positions, device=q.device)
+            q = moved(q, by, store.inv_freq.to(q.device))
+        return query_scores(q, s.memory.weights(thinning.decay), keys, s.scale, there, thinning.pool)
+    # what is newest is the best guess where nothing else is known
+    return positions.expand(heads, n)

@@ -1,0 +1,119 @@
+"""What a turn did, as a session reports it. Knows a store and tags; nothing of models."""
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstrata.store.gathered import EMPTY
+from kvstrata.store.page import Sequence
+from kvstrata.store.store import Store
+from kvstrata.types import PAGE_SIZE, Span, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReport:
+    """What a turn did. Bytes count all layers; bits are real: metadata, sinks, window and padding included."""
+
+    turn: int
+    tokens: int
+    tokens_by_tag_and_tier: Mapping[tuple[str, str, str, str], int]
+    """Tokens by (age, modality, role, tier)."""
+    bytes_stored: int
+    bytes_dead: int
+    """Of bytes_stored: what belongs to dead tokens inside living pages, and to empty slots of survivors' pages."""
+    bytes_bf16: int
+    """What an uncompressed bfloat16 cache of the same tokens takes."""
+    bits_per_element: float
+    reused_tokens: int
+    new_tokens: int
+    seconds: float
+    anchors: int = 0
+    """Tokens kept as anchors, a layer and KV head on average."""
+    anchors_promoted: int = 0
+    """Of those: made of planes, whose loss stays."""
+    bytes_queries: int = 0
+    """Of bytes_stored, but not in bits_per_element: the queries, and what else is watched, by which anchors and survivors are chosen."""
+    survivors: int = 0
+    """Tokens that live on of thinned pages, a layer and KV head on average."""
+    thinned: int = 0
+    """Tokens that were thinned away so far, a layer and KV head."""
+    bytes_freed: int = 0
+    """What thinned pages took, less what their survivors take."""
+    peak_bytes: int = 0
+    """Most bytes that the conversation ever took, those of a forward pass's new pages included."""
+    peak_tokens: int = 0
+    """Most tokens that lived at once, a layer and KV head on average."""
+
+
+def turn_report(
+    store: Store, s: Sequence, spans: Seq[Span], *, turn: int, reused_tokens: int, seconds: float, bytes_queries: int, bytes_outside: int
+) -> TurnReport:
+    """spans: tags of all tokens of `s`. bytes_queries, bytes_outside: what the conversation takes beside its frames."""
+    layout, n = store.layout, s.num_tokens
+    dead = sum(layout.dead_bytes(page.tier, min(PAGE_SIZE, n - p * PAGE_SIZE) - page.live_tokens) for p, page in enumerate(s.pages))
+    holes = sum(layout.dead_bytes(page.tier, PAGE_SIZE - round(_mean(store, page.tokens))) for page in s.survivors)
+    evicted = sum(not page.frames for page in s.pages[: s.settled])
+    full = evicted * layout.page_bytes(s.plan.thinning.tier) if s.plan.thinning is not None else 0
+    return TurnReport(
+        turn=turn, tokens=n, tokens_by_tag_and_tier=_by_tag_and_tier(store, s, spans),
+        bytes_stored=s.frames * layout.frame_bytes + bytes_queries + bytes_outside, bytes_dead=dead + holes,
+        bytes_bf16=layout.bf16_bytes(n),
+        bits_per_element=layout.bits_per_element(s.frames, n), reused_tokens=reused_tokens, new_tokens=n - reused_tokens, seconds=seconds,
+        anchors=round(_mean(store, sum(page.tokens for page in s.anchors))),
+        anchors_promoted=round(_mean(store, sum(page.promoted for page in s.anchors))),
+        bytes_queries=bytes_queries, survivors=round(_mean(store, sum(page.tokens for page in s.survivors))), thinned=s.thinned,
+        bytes_freed=full - sum(layout.page_bytes(page.tier) for page in s.survivors) if full else 0,
+        peak_bytes=max(s.peak_frames, s.frames) * layout.frame_bytes + bytes_queries + bytes_outside,
+        peak_tokens=max(s.peak_tokens, round(float(_alive(store, s).sum()))),
+    )  # fmt: skip
+
+
+def _mean(store: Store, tokens: int) -> float:
+    """A layer and KV head's share of a number over all of them."""
+    return tokens / (store.config.num_layers * store.config.num_kv_heads)
+
+
+def _survival(store: Store, s: Sequence) -> dict[Tier, NDArray[np.float64]]:
+    """By tier of survivors' pages: share of layers and KV heads in which each token lives there, [tokens]."""
+    shares: dict[Tier, NDArray[np.float64]] = {}
+    for page in s.survivors:
+        share = shares.setdefault(page.tier, np.zeros(s.num_tokens))
+        np.add.at(share, page.positions[page.positions != EMPTY], _mean(store, 1))
+    return shares
+
+
+def _alive(store: Store, s: Sequence) -> NDArray[np.float64]:
+    """Share of layers and KV heads in which each token lives, [tokens]."""
+    pages = np.array([page.live for page in s.pages], dtype=np.uint32)
+    bits = (pages[:, None] >> np.arange(PAGE_SIZE, dtype=np.uint32)) & 1
+    return bits.ravel()[: s.num_tokens].astype(np.float64) + sum(_survival(store, s).values(), np.zeros(s.num_tokens))
+
+
+def _by_tag_and_tier(store: Store, s: Sequence, spans: Seq[Span]) -> dict[tuple[str, str, str, str], int]:
+    """Tokens by (age, modality, role, tier). A survivor counts for as much as there are layers and KV heads that keep it."""
+    current = max((span.turn for span in spans), default=0)
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    shares = _survival(store, s)
+    exact: dict[tuple[str, str, str, str], float] = {}
+    for span in spans:
+        tag = span.tag(current)
+        name = (tag.age.name.lower(), tag.modality.value, tag.role.value)
+        for p in range(span.start // PAGE_SIZE, (span.end - 1) // PAGE_SIZE + 1):
+            at = slice(max(span.start, p * PAGE_SIZE), min(span.end, (p + 1) * PAGE_SIZE))
+            page, n = s.pages[p], at.stop - at.start
+            if page.frames or not shares:
+                counts[*name, page.tier.name] += n
+                continue
+            for tier, share in shares.items():
+                lived = float(share[at].sum())
+                exact[*name, tier.name] = exact.get((*name, tier.name), 0.0) + lived
+                n -= lived  # type: ignore[assignment]
+            exact[*name, Tier.EVICTED.name] = exact.get((*name, Tier.EVICTED.name), 0.0) + n
+    for key, value in exact.items():
+        if round(value):
+            counts[key] += round(value)
+    return dict(counts)

@@ -1,0 +1,165 @@
+"""Sessions that evict: budgets within long turns, prefixes that stay whole, reports, and what an error leaves."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from kvstrata.ops.quant import NonFiniteError
+from kvstrata.session import CHUNK, Session
+from kvstrata.types import PAGE_SIZE, Role, Span, Tier
+from tests.models import tiny
+from tests.test_session import TOOL, conversation
+
+POLICIES = ("intentkv", "streaming", "snapkv", "h2o", "recent", "random")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: Callable[[str], Path]) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_path("qwen05"))
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    return tiny("qwen2", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+
+
+def long_turn(tokens: int) -> tuple[list[int], tuple[Span, ...]]:
+    ids = torch.randint(10, 1000, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    spans = (Span(0, 40, Role.INST, 0), Span(40, 60, Role.USER, 1), Span(60, 70, Role.TOOL_CALL, 1), Span(70, tokens, Role.OBS, 1))
+    return ids, spans
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_turn_keeps_to_its_tokens_and_one_chunk(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str) -> None:
+    ids, spans = long_turn(3400)
+    with Session(model, tokenizer, policy, policy_settings={"kept": 800}, capacity_tokens=4000) as session:
+        session.feed(ids, spans, logits_to_keep=1)
+        session.store.check_integrity()
+        report = session.report
+        assert report.peak_tokens <= 800 + CHUNK + PAGE_SIZE
+        assert report.tokens - report.thinned <= 800 + PAGE_SIZE
+        assert report.thinned > 2000
+        assert report.bytes_freed > 0
+        assert abs(sum(report.tokens_by_tag_and_tier.values()) - report.tokens) <= 6
+        assert report.bytes_stored - report.bytes_queries < 0.5 * report.bytes_bf16
+        # generated tokens count too
+        for token in range(100, 230):
+            session.feed([*session.token_ids, token], (*spans, Span(3400, len(session.token_ids) + 1, Role.ASSISTANT, 1)), logits_to_keep=1)
+            assert session.report.tokens - session.report.thinned <= 800 + 64 + 2 * PAGE_SIZE
+
+
+@pytest.mark.parametrize("policy", ["intentkv", "streaming"])
+def test_budgets_in_bits_hold_at_the_end_of_each_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str) -> None:
+    ids, spans = long_turn(3400)
+    with Session(model, tokenizer, policy, budget_bits=2.0, policy_settings={"tier": "INT4"}, capacity_tokens=4000) as session:
+        for end in (2100, 2700, 3400):
+            session.feed(ids[:end], tuple(Span(s.start, min(s.end, end), s.role, s.turn) for s in spans), logits_to_keep=1)
+            session.store.check_integrity()
+            assert session.bits_per_element <= 2.0
+        assert session.report.survivors > 200
+
+
+def test_settings_that_evict_nothing_change_nothing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids, spans = long_turn(400)
+    out = []
+    for settings in ({"policy": "full"}, {"policy": "intentkv", "policy_settings": {"kept": 1.0}, "dense_dtype": "float32"}):
+        with Session(model, tokenizer, capacity_tokens=1000, chunk_tokens=150, **settings) as session:  # type: ignore[arg-type]
+            out.append(session.feed(ids, spans))
+    assert out[0].shape == out[1].shape
+    assert (out[0] - out[1]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("keep", [0, 100, 300])
+def test_wanted_logits_come_from_whatever_piece_they_are_in(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, keep: int) -> None:
+    ids, spans = long_turn(500)
+    settings: dict[str, Any] = {"policy_settings": {"kept": 1.0}, "dense_dtype": "float32", "chunk_tokens": 200, "capacity_tokens": 1000}
+    with Session(model, tokenizer, "intentkv", **settings) as session:
+        got = session.feed(ids, spans, logits_to_keep=keep)
+    with torch.no_grad():
+        want = model(input_ids=torch.tensor([ids])).logits[0, -keep:]
+    assert got.shape == want.shape
+    assert (got - want).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("chunk", [0, -1, True, 2.5, "many"])
+def test_bad_chunks_are_refused(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chunk: Any) -> None:
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        Session(model, tokenizer, "intentkv", chunk_tokens=chunk)
+
+
+def test_the_next_turn_reuses_as_much_as_without_eviction(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    reused: dict[str, list[int]] = {}
+    for policy in ("full", "intentkv"):
+        settings: dict[str, Any] = {} if policy == "full" else {"kept": 400, "spare": ()}
+        with Session(model, tokenizer, policy, policy_settings=settings, capacity_tokens=4000) as session:
+            messages = conversation(2, 200)
+            for _ in range(3):
+                reply = session.chat(messages, tools=[TOOL], max_new_tokens=4, min_new_tokens=4)
+                session.store.check_integrity()
+                messages += [{"role": "assistant", "content": "Done."}, *conversation(1, 200)[1:]]
+                reused.setdefault(policy, []).append(reply.report.reused_tokens)
+            assert policy == "full" or reply.report.thinned > 300
+    assert reused["full"] == reused["intentkv"]
+
+
+def test_a_pruned_session_does_not_change_what_others_get(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids, spans = long_turn(1500)
+    with Session(model, tokenizer, "full", capacity_tokens=2000) as alone:
+        want = alone.feed(ids, spans, logits_to_keep=5)
+    with Session(model, tokenizer, "intentkv", policy_settings={"kept": 300}, dense_dtype="float32", capacity_tokens=6000) as pruned:
+        pruned.feed(ids[:1200], (*spans[:3], Span(70, 1200, Role.OBS, 1)), logits_to_keep=1)
+        pruned.feed(ids[:1450], (*spans[:3], Span(70, 1450, Role.OBS, 1)), logits_to_keep=1)
+        other = Session(model, tokenizer, "full", store=pruned.store)
+        got = other.feed(ids, spans, logits_to_keep=5)
+        assert other.report.reused_tokens > 0
+        assert (got - want).abs().max() < 1e-3
+        assert (pruned.feed(ids, spans, logits_to_keep=5) - want).abs().max() > 1e-2
+        other.reset()
+
+
+def test_an_error_leaves_what_lives_of_the_turns_before(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids, spans = long_turn(1500)
+    with Session(model, tokenizer, "intentkv", policy_settings={"kept": 400}, capacity_tokens=3000) as session:
+        session.feed(ids, spans, logits_to_keep=1)
+        weight = model.model.layers[1].self_attn.k_proj.weight
+        before = weight.data.clone()
+        weight.data[0, 0] = float("nan")
+        with pytest.raises(NonFiniteError):
+            session.feed([*ids, *range(100, 200)], (*spans, Span(1500, 1600, Role.OBS, 1)))
+        weight.data.copy_(before)
+        session.store.check_integrity()
+        assert session.token_ids == ids
+        assert session.feed([*ids, *range(100, 200)], (*spans, Span(1500, 1600, Role.OBS, 1)), logits_to_keep=1).isfinite().all()
+        assert session.report.reused_tokens == 1500
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kept": 0}, "kept is 0"), ({"kept": 1.5}, "kept is 1.5"), ({"kept": float("nan")}, "kept is nan"), ({"kept": True}, "kept is Tr"),
+        ({"spare": "inst"}, "spare"), ({"spare": ("judge",)}, "judge"), ({"turns": -1}, "turns"), ({"slack": 0.5}, "slack"),
+        ({"per_head": 1}, "per_head"), ({"tier": "EVICTED"}, "EVICTED"), ({"decay": -1}, "decay"), ({"memory": "yes"}, "memory"),
+        ({"rope": "left"}, "rope"), ({"pool": "mean"}, "pool"), ({"kept": "half"}, "half"),
+        ({"repack": False}, "repack"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_by_name(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        Session(model, tokenizer, "intentkv", policy_settings=settings)
+
+
+def test_survivors_may_be_planes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids, spans = long_turn(2400)
+    stored = {}
+    for tier in (Tier.BF16, Tier.INT4):
+        with Session(model, tokenizer, "intentkv", policy_settings={"kept": 800, "tier": tier}, capacity_tokens=4000) as session:
+            session.feed(ids, spans, logits_to_keep=1)
+            stored[tier] = session.report.bytes_stored - session.report.bytes_queries
+    assert stored[Tier.INT4] < 0.6 * stored[Tier.BF16]
