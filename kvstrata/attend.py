@@ -26,7 +26,7 @@ def attend(store: Store, step: Step, layer: int, q: Tensor, k: Tensor, v: Tensor
     arena, layout = store.arena.buffer[layer], store.layout
     counts = [b - a for a, b in itertools.pairwise(step.cu_seqlens)]
     how: dict[str, Any] = {"dense_dtype": store.dense_dtype, "rotated": layout.codec.rotates_v, "decode_pages": layout.decode}
-    if all(map(_in_eight_bits, step.sequences, counts, itertools.repeat(store.config.window))):
+    if counts and all(map(_in_eight_bits, step.sequences, counts, itertools.repeat(store.config.window))):
         parts = itertools.pairwise(step.cu_seqlens)
         return torch.cat(
             [first_prompt(s, store.config.window, q[a:b], k[a:b], v[a:b], scale) for s, (a, b) in zip(step.sequences, parts, strict=True)]

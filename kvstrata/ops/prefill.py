@@ -75,8 +75,8 @@ def prefill_ref(q: Tensor, k: Tensor, v: Tensor, lines: Tensor, scale: float, *,
     """The mathematics of `prefill`, on any device."""
     t, hq, d = q.shape
     h = k.shape[1]
-    out = torch.empty_like(q)
-    grouped, result = q.view(t, h, hq // h, d), out.view(t, h, hq // h, d)
+    out = torch.empty(t, hq, d, dtype=q.dtype, device=q.device)
+    grouped, result = (x.unflatten(1, (h, hq // h)) for x in (q, out))
     position = torch.arange(t, device=q.device)
     for head in range(h):
         keys, values = k[:, head].float(), v[:, head].float()

@@ -133,6 +133,7 @@ def prefill_triton(q: Tensor, k: Tensor, v: Tensor, lines: Tensor, scale: float,
     """`prefill` in Triton, for bf16 and fp16."""
     t, hq, d = q.shape
     h = k.shape[1]
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     out = torch.empty(t, hq, d, dtype=q.dtype, device=q.device)
     mean = k.mean(0, dtype=torch.float32) if precision.smooth else torch.zeros(h, d, device=k.device)
     body = reference.rest(lines, t)
@@ -140,7 +141,7 @@ def prefill_triton(q: Tensor, k: Tensor, v: Tensor, lines: Tensor, scale: float,
     k_codes, k_scale = _tiles(_pick(k, body).float() - mean[:, None], tiles, precision.scores)
     v_codes, v_scale = _tiles(_pick(v, body).float(), tiles, precision.values)
     q_codes, q_scale = reference.quantize(q.float(), precision.scores, -1)
-    constant = torch.einsum("thgd,hd->thg", q.view(t, h, hq // h, d).float(), mean)
+    constant = torch.einsum("thgd,hd->thg", q.unflatten(1, (h, hq // h)).float(), mean)
     position = torch.arange(t, dtype=torch.int32, device=q.device)
     # of each row, the first position that is no longer the body's or the lines'
     first = (position // BLOCK_ROWS * BLOCK_ROWS - window).clamp(min=0) if window else position + 1

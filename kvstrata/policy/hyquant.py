@@ -15,11 +15,11 @@ from kvstrata.types import PAGE_SIZE, Anchors, Plan, Span, Tier
 
 @dataclass(frozen=True, slots=True)
 class HyQuant:
-    """rho: share of the body's tokens that are anchors (the paper: 0.05). tier: of the body; without meaning under a budget, which pays for
-    anchors first. anchor_tier: BF16, or INT8 for half the bytes. score: mass (softmax) or linear (the paper's proxy). refresh: tokens
-    after which anchors are chosen anew, as they are when a turn begins; 0 keeps the first choice (Algorithm 4). alone: the rest of the
-    body is not attended, the paper's ablation. prefill: "int8" or "fp8": the first prompt attends itself in 8 bits (Algorithm 2). sinks,
-    tiers: as for `uniform`."""
+    """rho: share of the body's tokens that are anchors (the paper: 0.05), in whole pages. tier: of the body; without meaning under a
+    budget, which pays for anchors first. anchor_tier: BF16, or INT8 for half the bytes. score: mass (softmax) or linear (the paper's
+    proxy). refresh: tokens after which anchors are chosen anew, as they are when a turn begins; 0 keeps the first choice (Algorithm 4).
+    alone: the rest of the body is not attended, the paper's ablation. prefill: "int8" or "fp8": the first prompt attends itself in 8 bits
+    (Algorithm 2). sinks, tiers: as for `uniform`."""
 
     name = "hyquant"
     WINDOW: ClassVar[int] = 128
@@ -52,8 +52,8 @@ class HyQuant:
         """Under a budget: anchors for their share of the body, then `uniform` with what is left."""
         pages = num_pages(num_tokens, budget)
         body = max(0, pages - self.sinks - (signals.window_pages if budget is None else budget.window_pages))
-        # a share of something is never nothing
-        count = math.ceil(self.rho * body * PAGE_SIZE)
+        # a share of something is never nothing; and what a page has room for beyond the share is paid for with it
+        count = math.ceil(round(self.rho * body, 9)) * PAGE_SIZE
         anchors = Anchors(count, self.anchor_tier, self.score, self.refresh, self.alone, self.prefill)
         inner = Uniform(self.tier, self.sinks, self.tiers)
         if budget is None:

@@ -56,6 +56,15 @@ def test_the_reference_is_near_exact_attention(scores, values, bound):
     assert relative_error(prefill_ref(q, k, v, all_whole, 0.125, window=0, precision=Precision(scores, values)), x) < 1e-5
 
 
+def test_views_are_taken():
+    q, k, v, lines = make(200, 2, 2, 16, 10)
+    x = prefill(q, k, v, lines, 0.25, window=32)
+    heads_first = [y.transpose(0, 1).contiguous().transpose(0, 1) for y in (q, k, v)]
+    assert torch.equal(prefill(*heads_first, lines, 0.25, window=32), x)
+    kv = torch.stack([k, v], 1)
+    assert torch.equal(prefill(q, kv[:, 0], kv[:, 1], lines, 0.25, window=32), x)
+
+
 def test_what_all_keys_share_costs_nothing_where_k_is_smoothed():
     """A mean of K that is large beside its spread takes all levels of int8 if it is quantized with it."""
     q, k, v, lines = make(500, 1, 2, 64, 0)

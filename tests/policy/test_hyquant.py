@@ -9,12 +9,12 @@ from kvstrata.types import PAGE_SIZE, Tier
 from tests.policy.test_policies import PAGE, budget
 
 
-def test_the_share_is_of_what_is_neither_sink_nor_window() -> None:
+def test_the_share_is_of_what_is_neither_sink_nor_window_and_fills_its_pages() -> None:
     policy = make_policy("hyquant", rho=0.05)
     for pages, window in ((100, 4), (100, 0), (7, 4), (5, 4), (3, 8), (0, 0)):
         body = max(0, pages - 1 - window) * PAGE_SIZE
         free = policy.plan((), pages * PAGE_SIZE, Signals(window_pages=window))
-        assert free.anchors is not None and free.anchors.count == math.ceil(0.05 * body)
+        assert free.anchors is not None and free.anchors.count == math.ceil(0.05 * body / PAGE_SIZE) * PAGE_SIZE
         assert free.tiers == (Tier.BF16,) * min(1, pages) + (Tier.INT4,) * (pages - 1)
         if body:
             paid = policy.plan((), pages * PAGE_SIZE, Signals(), budget(pages * PAGE_SIZE, window_pages=window, bits=900.0))
@@ -42,4 +42,4 @@ def test_a_budget_pays_for_anchors_first_and_for_no_more_than_it_can(anchor_tier
         assert plan.anchors is not None
         pages = -(-plan.anchors.count // PAGE_SIZE)
         assert limit.cost(plan.tiers) + pages * PAGE[anchor_tier] <= least + spare
-        assert plan.anchors.count == min(math.ceil(0.2 * 99 * PAGE_SIZE), spare // PAGE[anchor_tier] * PAGE_SIZE)
+        assert plan.anchors.count == min(math.ceil(0.2 * 99) * PAGE_SIZE, spare // PAGE[anchor_tier] * PAGE_SIZE)
