@@ -1,4 +1,4 @@
-"""The command line: demo, tag, eval, chat, serve, calibrate. Imports torch and the rest inside commands, so that --help answers at once.
+"""The command line: demo, tag, eval, chat, serve, calibrate, train-intent. torch and the rest are imported inside commands, for --help.
 
 Exit codes: 0 done, 1 a part failed (each named on stderr; the rest ran), 2 the command was called wrongly.
 """
@@ -7,16 +7,14 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
+
+from kvstrata.terminal import check_output, complain, err, fail, load_model, load_tokenizer, out, progress_bar, usage_errors
 
 if TYPE_CHECKING:
-    from kvstrata.eval.evaluate import Progress
     from kvstrata.eval.results import Setting
 
 app = typer.Typer(
@@ -25,9 +23,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# what is printed holds text of users and models: brackets and colons in it are not markup
-out, err = (Console(stderr=stderr, markup=False, emoji=False, highlight=False) for stderr in (False, True))
-
 Model = Annotated[str, typer.Option(help="Folder, hub id, or smollm2, qwen05, qwen15.")]
 Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role, triaxial, hyquant.")]
 TierName = Annotated[str | None, typer.Option(help="Tier of policies that take one: INT2, INT3, INT4, INT8, BF16.")]
@@ -45,56 +40,6 @@ Traces = Annotated[
         help="JSONL of {messages, tools}, bfcl:multi_turn_base[:N], bfcl:memory:student[:N], research:student[:TOKENS], recall[:TURNS]."
     ),
 ]
-
-
-def complain(message: object) -> None:
-    """One line on stderr."""
-    line = " ".join(part.strip() for part in str(message).splitlines() if part.strip())
-    err.print(Text.assemble(("error", "bold red"), ": ", line), soft_wrap=True)
-
-
-def fail(message: object, code: int = 2) -> typer.Exit:
-    """One line on stderr; raise what comes back."""
-    complain(message)
-    return typer.Exit(code)
-
-
-def check_output(option: str, path: Path) -> None:
-    """Before anything runs: raise ValueError where no file can be written at `path`. What is there stays as it is."""
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            return  # a pipe or a device: opening it is an event to whoever reads
-        is_new = not path.exists()
-        with path.open("a"):
-            pass
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise ValueError(f"{option} {str(path)!r} cannot be written: {os.strerror(error.errno or 0)}; accepted: a file") from error
-
-
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """A ValueError or a file that cannot be read is the caller's mistake: one line and exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise fail(error) from error
-
-
-def load_model(name: str) -> tuple[Any, Any]:
-    """Model in float32 and tokenizer of a folder, a hub id or a short name."""
-    from transformers.utils import logging
-
-    from kvstrata.eval.models import load
-
-    logging.disable_progress_bar()
-    try:
-        return load(name)
-    except (ValueError, OSError) as error:
-        raise fail(error) from error
-    except RuntimeError as error:  # it could not be fetched
-        raise fail(error, 1) from error
 
 
 def make_setting(
@@ -138,15 +83,6 @@ def _named_value(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator["Progress"]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    with Progress(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), console=err, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 @app.command("eval")
@@ -298,17 +234,43 @@ def calibrate(
         raise typer.Exit(1)
 
 
-def load_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
+@app.command("train-intent")
+def train_intent(
+    model: Model,
+    traces: Annotated[list[str], typer.Option(help="As of eval; may be given more than once. Three conversations at least.")],
+    out_path: Annotated[Path, typer.Option("--out", help="The head, HEAD.safetensors; a report of its training lies beside it.")],
+    limit: Annotated[int | None, typer.Option(help="Conversations of each source at most.", min=1)] = 16,
+    skip: Annotated[int, typer.Option(help="Conversations of each source to leave out first, such as those to be judged on.", min=0)] = 0,
+    epochs: Annotated[int, typer.Option(min=1)] = 12,
+    seed: Annotated[int, typer.Option(help="Draws tokens, weights and order.")] = 0,
+) -> None:
+    """Learn what policy intentkv's rule misses: the attention that later turns really pay. The model stays as it is."""
+    with usage_errors():
+        from kvstrata.eval.conversation import render
+        from kvstrata.eval.traces import load_traces
+        from kvstrata.intent.run import train_on
 
-    from kvstrata.eval.models import MODELS, fetch
-
-    try:
-        return AutoTokenizer.from_pretrained(str(fetch(name)) if name in MODELS else name)
-    except (OSError, ValueError) as error:
-        raise fail(f"no tokenizer in {name!r}: {[*str(error).splitlines(), type(error).__name__][0]}") from error
-    except RuntimeError as error:  # it could not be fetched
-        raise fail(error, 1) from error
+        out_path.parent.mkdir(parents=True, exist_ok=True)
+        check_output("--out", out_path)
+        found = [load_traces(source, None if limit is None else skip + limit) for source in traces]
+    loaded, tokenizer = load_model(model)
+    failed = [line for f in found for line in f.errors]
+    conversations = []
+    for trace in [t for f in found for t in f.traces[skip:]]:
+        try:
+            conversations.append(render(tokenizer, trace))
+        except ValueError as error:
+            failed.append(str(error))
+    for line in failed:
+        complain(line)
+    with usage_errors(), progress_bar() as progress:
+        report = train_on(loaded, Path(model).name, conversations, out_path, epochs=epochs, seed=seed, progress=progress)
+    kept = report["mass_kept"]
+    for name in kept:
+        out.print(f"{name}: " + ", ".join(f"{value:.3f} at {share}" for share, value in kept[name].items()), soft_wrap=True)
+    out.print(f"later attention kept on {', '.join(report['judged_by'])}, by share of tokens; {out_path}", soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()

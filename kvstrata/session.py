@@ -101,6 +101,8 @@ class Session:
             settings.setdefault("tier", store.layout.default_tier)
         self.policy = make_policy(policy, **settings)
         self._evicts = isinstance(self.policy, Thinned)
+        if self._evicts:
+            store.check_plan(self.policy.plan((), 0, Signals()))
         self.reports: list[TurnReport] = []
         self._cache = StrataCache(model, store, self._plan)
         self._spans: tuple[Span, ...] = ()

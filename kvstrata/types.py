@@ -154,7 +154,8 @@ class Thinning:
     False leaves survivors where they are, others masked, which frees pages of none alone; for one set only, as a page has one mask.
     For score intent: asks, what is remembered; decay, by how much less a turn later; rope, whether a remembered query counts as if it were
     asked now (moved) or where it stood (asked); pool, whether a key counts for the most that a query pays it (max) or for the sum (sum);
-    residual, file of a trained head whose score is added (kvstrata/intent), None = none.
+    residual, file of a trained head whose score is added (ops/residual.py), None = none; tags, for the head, age and role of each token as
+    bytes, role * 4 + age by the codes of policy/tags.py.
     """
 
     count: int
@@ -170,6 +171,7 @@ class Thinning:
     rope: str = "moved"
     pool: str = "max"
     residual: str | None = None
+    tags: bytes = b""
 
     def __post_init__(self) -> None:
         for name in ("count", "pages", "slack"):

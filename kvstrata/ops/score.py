@@ -54,3 +54,10 @@ def query_scores(q: Tensor, weights: Tensor, k: Tensor, scale: float, visible: T
         paid = torch.softmax(logits, -1).nan_to_num_(0.0) * weights.to(q.device)[:, None, None]
         out[head] = paid.amax((0, 1)) if pool == "max" else paid.sum((0, 1))
     return out
+
+
+def linear_score(q: Tensor, weights: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Weighted mean of remembered queries, summed over the group's heads, times each key: q [E, Hq, D], weights [E], k [n, H, D] ->
+    float32 [H, n]."""
+    mean = (q.float() * weights[:, None, None]).sum(0) / weights.sum().clamp(min=1e-9)
+    return torch.einsum("hd,nhd->hn", mean.unflatten(0, (k.shape[1], -1)).sum(1) * scale, k.float())

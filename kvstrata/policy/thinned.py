@@ -146,8 +146,13 @@ class IntentKV(Thinned):
         decay = self.decay if self.memory else 1e3
         return replace(
             Thinned._thinning(self, count, pages, spared, spans), asks=asks, decay=decay, rope=self.rope, pool=self.pool,
-            residual=self.residual,
+            residual=None if self.residual is None else str(self.residual), tags=b"" if self.residual is None else _tags(spans),
         )  # fmt: skip
+
+
+def _tags(spans: Sequence[Span]) -> bytes:
+    tags = tags_by_token(spans, spans[-1].end if spans else 0)
+    return (tags.role * len(Age) + tags.age).tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ sum of point masses: M_t is a weighted set of queries, and a turn that ends mult
 what a mean query, which is what one vector could hold, does instead). Knows nothing of how tokens are scored by it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,20 @@ MOST = 256
 """Queries remembered altogether; beyond, those of the oldest asks go, of each ask every other one first."""
 
 
+MOST_ASKED = 64
+"""Tokens of the newest ask whose K-vectors a residual head sees."""
+
+
 def places(ask: Ask) -> list[int]:
     """Positions whose queries are remembered of an ask."""
     stride = -(-(ask.end - ask.start) // MOST_PER_ASK)
     return list(range(ask.end - 1, ask.start - 1, -stride))[::-1]
+
+
+def newest_ask(asks: Sequence[Ask]) -> list[int]:
+    """Positions of the newest turn's asks, the last MOST_ASKED."""
+    newest = max((ask.turn for ask in asks), default=0)
+    return [p for ask in asks if ask.turn == newest for p in range(ask.start, ask.end)][-MOST_ASKED:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
+from kvstrata.ops.residual import features, load_head, log_score
 from kvstrata.ops.rotary import moved
-from kvstrata.ops.score import NUM_QUERIES, column_scores, query_scores
+from kvstrata.ops.score import NUM_QUERIES, column_scores, linear_score, query_scores
 from kvstrata.store.contents import Contents
-from kvstrata.store.memory import places
+from kvstrata.store.memory import newest_ask, places
 from kvstrata.store.page import Sequence
-from kvstrata.types import Plan, Thinning
+from kvstrata.types import Age, Plan, Thinning
 
 if TYPE_CHECKING:
     from kvstrata.store.store import Store
@@ -42,7 +43,7 @@ class Watch:
             self._asked = asked(thinning, max(self._before, s.memory.until), self._after)
         self._queries: dict[int, Tensor] = {}
         self._received: dict[int, Tensor] = {}
-        self._contents = Contents(store, s) if thinning.score == "received" else None
+        self._contents = Contents(store, s) if thinning.score == "received" or thinning.residual is not None else None
         self._scale = s.scale
 
     def write(self, layer: int, arena: Tensor, k: Tensor, v: Tensor, q: Tensor, scale: float) -> None:
@@ -71,7 +72,7 @@ class Watch:
             new = torch.stack([self._received[layer] for layer in layers])
             old = s.received if s.received is not None else new.new_zeros(*new.shape[:2], 0)
             s.received = new + pad(old[..., : self._before], (0, self._after - min(old.shape[-1], self._before)))
-        elif self._rows.stop - self._rows.start > 1 and self._thinning.score == "intent":
+        if self._rows.stop - self._rows.start > 1 and self._thinning.score == "intent":
             queries = torch.stack([self._queries[layer] for layer in layers], 1) if self._asked else None
             s.memory = s.memory.grown([p for p, _ in self._asked], [t for _, t in self._asked], queries, self._after)
 
@@ -109,10 +110,37 @@ def scored(store: "Store", s: Sequence, thinning: Thinning, layer: int, keys: Te
         newest = store.queries.read(layer, s.ring, max(s.queries_from, s.num_tokens - NUM_QUERIES), s.num_tokens)
         return avg_pool1d(column_scores(newest, keys, s.scale, "mass", there), POOL, 1, POOL // 2)
     if thinning.score == "intent" and s.memory.positions:
-        q = s.memory.of(layer)
-        if thinning.rope == "moved" and store.inv_freq is not None:
-            by = s.num_tokens - torch.tensor(s.memory.positions, device=q.device)
-            q = moved(q, by, store.inv_freq.to(q.device))
-        return query_scores(q, s.memory.weights(thinning.decay), keys, s.scale, there, thinning.pool)
+        return _by_intent(store, s, thinning, layer, keys, there)
     # what is newest is the best guess where nothing else is known
     return positions.expand(heads, n)
+
+
+def _by_intent(store: "Store", s: Sequence, thinning: Thinning, layer: int, keys: Tensor, there: Tensor) -> Tensor:
+    q, weights = s.memory.of(layer), s.memory.weights(thinning.decay).to(keys.device)
+    if thinning.rope == "moved" and store.inv_freq is not None:
+        by = s.num_tokens - torch.tensor(s.memory.positions, device=q.device)
+        q = moved(q, by, store.inv_freq.to(q.device))
+    rule = query_scores(q, weights, keys, s.scale, there, thinning.pool)
+    asked = [p for p in newest_ask(thinning.asks) if p < len(keys)]
+    if thinning.residual is None or not asked:
+        return rule
+    head, n = load_head(thinning.residual), len(keys)
+    codes = torch.zeros(n, dtype=torch.int64)
+    told = torch.frombuffer(bytearray(thinning.tags), dtype=torch.uint8)[:n].long() if thinning.tags else codes[:0]
+    codes[: len(told)] = told
+    codes = codes.to(keys.device)
+    received = torch.zeros_like(rule) if s.received is None else pad(s.received[layer], (0, n - s.received.shape[-1]))
+    linear = linear_score(q, weights, keys, s.scale)
+    known = features(rule, linear, received, keys, codes % len(Age), codes // len(Age))
+    # a number above 0, as the rule's is, in the order of log rule + correction
+    return torch.exp(log_score(rule) + head.to(keys.device)(layer, known, keys, keys[torch.tensor(asked, device=keys.device)]))
+
+
+def check_head(store: "Store", path: str) -> None:
+    """Raise ValueError unless the file holds a residual head for the store's model."""
+    has, c = load_head(path).config, store.config
+    wanted = (c.num_layers, c.num_kv_heads, c.head_dim)
+    if (has.num_layers, has.num_kv_heads, has.head_dim) != wanted:
+        raise ValueError(
+            f"{path} is for {has.num_layers} layers, {has.num_kv_heads} KV heads, head_dim {has.head_dim}; the model has {wanted}"
+        )

@@ -18,7 +18,7 @@ from kvstrata.store.layout import Layout
 from kvstrata.store.page import Page, Sequence
 from kvstrata.store.prefix import PrefixIndex, page_key
 from kvstrata.store.queries import NONE, Queries
-from kvstrata.store.signals import remember, scored, wants_newest
+from kvstrata.store.signals import check_head, remember, scored, wants_newest
 from kvstrata.store.step import Step
 from kvstrata.store.tables import TableBuilder
 from kvstrata.store.thin import is_due, thin
@@ -55,15 +55,18 @@ class Store:
         Raises ValueError for a tier that the codec lacks.
         """
         plan = plan or Plan((), self.layout.default_tier)
-        self._check_plan(plan)
+        self.check_plan(plan)
         s = Sequence(next(self._ids), plan=plan)
         self._sequences[s.id] = s
         return s.id
 
-    def _check_plan(self, plan: Plan) -> None:
+    def check_plan(self, plan: Plan) -> None:
+        """Raises ValueError for a tier that the codec lacks, and for a residual head that is none or is another model's."""
         chosen = [x.tier for x in (plan.anchors, plan.thinning) if x is not None]
         for tier in {*plan.tiers, plan.default, *chosen}:
             self.layout.check_tier(tier)
+        if plan.thinning is not None and plan.thinning.residual is not None:
+            check_head(self, plan.thinning.residual)
 
     def _check_idle(self, sequence_id: int, what: str) -> Sequence:
         s = self.sequence(sequence_id)
@@ -215,7 +218,7 @@ class Store:
         """Give a sequence a new plan: settled pages are demoted, evicted or thinned where it says so, and never gain what they lost; pages
         that settle later follow it. Returns how many frames became free. Raises ValueError for a tier that the codec lacks."""
         s = self._check_idle(sequence_id, "replan")
-        self._check_plan(plan)
+        self.check_plan(plan)
         s.plan = plan
         if plan.thinning is not None:
             remember(self, s, plan.thinning)

@@ -1,0 +1,1 @@
+"""The residual head of policy intentkv: what it learns from, and its training."""

@@ -1,0 +1,62 @@
+"""Conversations -> a residual head in a file, with the report of its training beside it. Knows nothing of where conversations come from."""
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel
+
+import kvstrata
+from kvstrata.adapters.hf import store_config
+from kvstrata.intent.lessons import Lesson, lessons
+from kvstrata.intent.train import split, train
+from kvstrata.ops.residual import HeadConfig
+from kvstrata.types import PAGE_SIZE, Span
+
+Progress = Callable[[str, int, int], None]
+
+
+class ConversationLike(Protocol):
+    """kvstrata.eval.conversation.Conversation, as far as it is needed."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def spans(self) -> Sequence[Span]: ...
+
+
+def train_on(
+    model: PreTrainedModel, name: str, conversations: Sequence[ConversationLike], out: Path, *, epochs: int = 12, seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write OUT and OUT.json, whole or not at all; -> the report. Raises ValueError for too few conversations or turns."""
+    split([c.id for c in conversations])
+    started, taught = time.perf_counter(), []
+    for i, conversation in enumerate(conversations):
+        progress(f"{conversation.id}: attention", i, len(conversations))
+        taught.append(_taught(model, conversation, seed))
+    looked = time.perf_counter() - started
+    geometry = store_config(model, PAGE_SIZE)
+    config = HeadConfig(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
+    trained = train(config, [c.id for c in conversations], taught, epochs=epochs, seed=seed, progress=progress)
+    report = {
+        "model": name, "kvstrata": kvstrata.__version__, "torch": importlib.metadata.version("torch"),
+        "attention_seconds": round(looked, 1),
+    } | trained.report  # fmt: skip
+    new = out.with_name(out.name + ".new")
+    trained.head.save(new, **report)
+    new.replace(out)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def _taught(model: PreTrainedModel, conversation: ConversationLike, seed: int) -> list[Lesson]:
+    try:
+        return lessons(model, conversation.token_ids, conversation.spans, seed=seed)
+    except ValueError as error:
+        raise ValueError(f"{conversation.id}: {error}") from error

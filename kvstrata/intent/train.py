@@ -1,0 +1,99 @@
+"""Training a residual head: conversations are split, some to learn from, some to stop by, some to judge by; the model stays frozen.
+
+Loss: cross entropy between the attention that later turns paid, as a distribution over the tokens at hand, and the softmax of the rule's
+logarithm plus the head's correction (ListNet, Cao et al. 2007): it rewards keeping the mass, wherever the cut falls.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstrata.intent.lessons import Lesson
+from kvstrata.ops.residual import HeadConfig, ResidualHead
+
+SHARES = (0.5, 0.25, 0.125)
+"""Of the tokens, at which what is kept of the mass is told."""
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """head: the best by the conversations to stop by, the untrained one among the candidates. report: JSON."""
+
+    head: ResidualHead
+    report: dict[str, Any]
+
+
+def split(names: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
+    """Conversations to learn from, to stop by and to judge by, by index: every fourth judges, and every fourth of the others stops.
+    Raises ValueError for fewer than three, or two of one name."""
+    if len(names) < 3 or len(set(names)) != len(names):
+        found = f"{len(set(names))} different conversations of {len(names)}"
+        raise ValueError(f"{found}; 3 or more, all different, are needed: some to learn from, some to stop by, some to judge by")
+    judge = list(range(2, len(names), 4))
+    others = [i for i in range(len(names)) if i not in judge]
+    stop = others[1::4]
+    return [i for i in others if i not in stop], stop, judge
+
+
+def scores(head: ResidualHead | None, lesson: Lesson) -> Tensor:
+    """float32 [H, m]: the rule alone, or with the head."""
+    rule = lesson.rule.float()
+    return rule if head is None else rule + head(lesson.layer, lesson.known.float(), lesson.keys, lesson.asks)
+
+
+def loss_of(head: ResidualHead, lesson: Lesson) -> Tensor:
+    wanted = lesson.label / lesson.label.sum(-1, keepdim=True).clamp(min=1e-9)
+    return -(wanted * torch.log_softmax(scores(head, lesson), -1)).sum(-1).mean()
+
+
+@torch.inference_mode()
+def mass_kept(score: Callable[[Lesson], Tensor], of: Sequence[Lesson], share: float) -> float:
+    """Of the attention that was paid later, the share that lands on the best `share` of the tokens: mean over lessons and heads."""
+    kept = []
+    for lesson in of:
+        best = score(lesson).topk(max(1, round(share * lesson.label.shape[-1])), -1).indices
+        kept.append((lesson.label.gather(-1, best).sum(-1) / lesson.label.sum(-1).clamp(min=1e-9)).mean())
+    return float(torch.stack(kept).mean())
+
+
+def train(
+    config: HeadConfig, names: Sequence[str], taught: Sequence[Sequence[Lesson]], *, epochs: int = 12, rate: float = 2e-3, seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> Trained:  # fmt: skip
+    """names, taught: conversations and their lessons. The result depends on `seed` and nothing else."""
+    learn, stop, judge = split(names)
+    torch.manual_seed(seed)
+    head, started = ResidualHead(config), time.perf_counter()
+    optimizer = torch.optim.AdamW(head.parameters(), rate, weight_decay=1e-2)
+    material = [lesson for i in learn for lesson in taught[i]]
+    stopping, judging = ([lesson for i in part for lesson in taught[i]] for part in (stop, judge))
+    best, kept = {k: v.clone() for k, v in head.state_dict().items()}, mass_kept(lambda x: scores(None, x), stopping, 0.25)
+    history = [kept]
+    for epoch in range(epochs):
+        progress(f"epoch {epoch + 1}", epoch, epochs)
+        for start in torch.randperm(len(material)).split(8):
+            optimizer.zero_grad()
+            torch.stack([loss_of(head, material[i]) for i in start.tolist()]).mean().backward()
+            optimizer.step()
+        history.append(mass_kept(lambda x: scores(head, x), stopping, 0.25))
+        if history[-1] > kept:
+            best, kept = {k: v.clone() for k, v in head.state_dict().items()}, history[-1]
+    progress("done", epochs, epochs)
+    head.load_state_dict(best)
+    head.eval()
+    ways: dict[str, Callable[[Lesson], Tensor]] = {
+        "rule": lambda x: scores(None, x), "rule + residual": lambda x: scores(head, x), "received": lambda x: x.known[..., 3].float(),
+        "newest": lambda x: -x.known[..., 6].float(), "oracle": lambda x: x.label,
+    }  # fmt: skip
+    report = {
+        "learned_from": [names[i] for i in learn], "stopped_by": [names[i] for i in stop], "judged_by": [names[i] for i in judge],
+        "lessons": len(material), "epochs": epochs, "seed": seed, "seconds": round(time.perf_counter() - started, 1),
+        "stopping": [round(x, 4) for x in history],
+        "mass_kept": {name: {f"{share:g}": round(mass_kept(way, judging, share), 4) for share in SHARES} for name, way in ways.items()},
+    }  # fmt: skip
+    return Trained(head, report)
