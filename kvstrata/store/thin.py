@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvstrata.ops import dense
 from kvstrata.ops.write import write_pages
+from kvstrata.store.arena import OutOfFramesError
 from kvstrata.store.contents import Contents, tokens_of
 from kvstrata.store.gathered import EMPTY, Gathered
 from kvstrata.store.page import Page, Sequence
@@ -60,26 +61,30 @@ def thin(store: "Store", s: Sequence, thinning: Thinning, score: Score) -> int:
         return before - s.held_tokens
     moves = _plan_moves(s, thinning, kept)
     slots = moves.positions.shape[-1]
-    n = store.layout.frames(thinning.tier)
-    frames = store.allocate(slots // PAGE_SIZE * n)
-    s.peak_frames = max(s.peak_frames, s.frames + len(frames))
-    rows = [tuple(frames[i * n : (i + 1) * n]) for i in range(slots // PAGE_SIZE)]
-    whole = np.zeros(moves.positions.shape, np.bool_)
-    if rows:
-        for layer in range(store.config.num_layers):
-            whole[layer] = _gather(store, layer, contents, moves.positions[layer], rows, thinning.tier, s.num_tokens)
-    stays = {id(page.frames) for page in moves.stays}
-    for page in s.survivors:
-        if id(page.frames) not in stays:
-            store.arena.release(page.frames)
+    stays = {page.frames for page in moves.stays}
+    gone = [page.frames for page in s.survivors if page.frames not in stays] + [s.pages[p].frames for p in pages]
+    wanted = slots // PAGE_SIZE * store.layout.frames(thinning.tier)
+    _check_room(store, wanted, gone)
+    # what lives on is read before its frames are let go of, so that a full arena can be thinned
+    moving = [_read(store, layer, contents, moves.positions[layer], s.num_tokens) for layer in range(store.config.num_layers)]
+    for frames in gone:
+        store.arena.release(frames)
+    fresh = _write(store, store.allocate(wanted), moves.positions, moving, thinning.tier)
     for p in pages:
-        store.arena.release(s.pages[p].frames)
         s.pages[p] = Page(Tier.EVICTED, (), 0)
-    at = [slice(i * PAGE_SIZE, (i + 1) * PAGE_SIZE) for i in range(len(rows))]
-    fresh = [Gathered(thinning.tier, f, moves.positions[:, :, i].copy(), whole[:, :, i].copy()) for f, i in zip(rows, at, strict=True)]
     s.survivors = [*moves.stays, *fresh]
     s.version += 1
     return before - s.held_tokens
+
+
+def _check_room(store: "Store", wanted: int, gone: list[tuple[int, ...]]) -> None:
+    """Raise OutOfFramesError unless there are `wanted` frames once `gone` are let go of, of which others but the prefix index hold none."""
+    held = np.zeros(store.arena.num_frames, np.int32)
+    for frames in (*gone, *(page.frames for page in store.prefix.pages())):
+        np.add.at(held, list(frames), 1)
+    room = store.arena.free + int(((held > 0) & (held == store.arena.ref_counts)).sum())
+    if wanted > room:
+        raise OutOfFramesError(wanted, room, store.holders())
 
 
 def _mask(store: "Store", s: Sequence, pages: list[int], kept: NDArray[np.bool_]) -> None:
@@ -151,21 +156,38 @@ def _plan_moves(s: Sequence, thinning: Thinning, kept: NDArray[np.bool_]) -> _Mo
     return _Moves(stays, positions)
 
 
-def _gather(
-    store: "Store", layer: int, contents: Contents, positions: NDArray[np.int32], rows: list[tuple[int, ...]], tier: Tier, num_tokens: int
-) -> NDArray[np.bool_]:
-    """Write one layer's survivors, int32 [H, slots] positions, into new pages; which of them never were in planes, bool [H, slots]."""
+def _read(
+    store: "Store", layer: int, contents: Contents, positions: NDArray[np.int32], num_tokens: int
+) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
+    """One layer's survivors at int32 [H, slots] positions: K and V [slots, H, D], and bool [H, slots], which never were in planes."""
     arena = store.arena.buffer[layer]
+    if not positions.size:
+        empty = arena.new_zeros(0, store.config.num_kv_heads, store.config.head_dim, dtype=store.dense_dtype)
+        return empty, empty, np.zeros(positions.shape, np.bool_)
     keys, values, whole, _ = contents.read(layer, arena, num_tokens)
     # a slot without a token repeats its page's first one, so that it widens no group's range; a page of none repeats the head's first
     first = positions.reshape(len(positions), -1, PAGE_SIZE)[:, :, :1].repeat(PAGE_SIZE, 2).reshape(positions.shape)
     filled = np.where(positions != EMPTY, positions, np.where(first != EMPTY, first, positions[:, :1]))
     index = torch.from_numpy(np.maximum(filled, 0).astype(np.int64)).to(arena.device).T
     at = index[:, :, None].expand(-1, -1, keys.shape[-1])
-    k, v = (x.gather(0, at).unflatten(0, (-1, PAGE_SIZE)) for x in (keys, values))
-    frames = torch.tensor(rows, dtype=torch.int32, device=arena.device)
-    if tier is Tier.BF16:
-        arena[frames.long()] = dense.to_frames(k, v, arena.shape[-1])
-    else:
-        write_pages(arena, frames, k, v, tier, encode=store.layout.encode)
-    return whole.gather(0, index).T.cpu().numpy() & (positions != EMPTY)
+    return keys.gather(0, at), values.gather(0, at), whole.gather(0, index).T.cpu().numpy() & (positions != EMPTY)
+
+
+def _write(
+    store: "Store", frames: list[int], positions: NDArray[np.int32], content: list[tuple[Tensor, Tensor, NDArray[np.bool_]]], tier: Tier
+) -> list[Gathered]:
+    """Pages of survivors at int32 [layers, H, slots] positions, of the layers' contents."""
+    n, pages = store.layout.frames(tier), positions.shape[-1] // PAGE_SIZE
+    if not pages:
+        return []
+    rows = [tuple(frames[i * n : (i + 1) * n]) for i in range(pages)]
+    index = torch.tensor(rows, dtype=torch.int32, device=store.arena.buffer.device)
+    for arena, (keys, values, _) in zip(store.arena.buffer, content, strict=True):
+        k, v = (x.unflatten(0, (-1, PAGE_SIZE)) for x in (keys, values))
+        if tier is Tier.BF16:
+            arena[index.long()] = dense.to_frames(k, v, arena.shape[-1])
+        else:
+            write_pages(arena, index, k, v, tier, encode=store.layout.encode)
+    whole = np.stack([w for _, _, w in content])
+    at = [slice(i * PAGE_SIZE, (i + 1) * PAGE_SIZE) for i in range(pages)]
+    return [Gathered(tier, f, positions[:, :, i].copy(), whole[:, :, i].copy()) for f, i in zip(rows, at, strict=True)]

@@ -238,18 +238,37 @@ def test_crop_lets_go_of_later_survivors_and_of_what_was_remembered() -> None:
     assert memory.cropped(5).positions == ()
 
 
-def test_a_full_arena_refuses_before_anything_changes() -> None:
-    store = make_store(num_frames=30 * 27 + 1)
+@pytest.mark.parametrize("tier", [Tier.BF16, Tier.INT4])
+def test_a_full_arena_is_thinned(tier: Tier) -> None:
+    store = make_store(num_frames=29 * 27 + 1)
+    one = store.add_sequence(plan(400, tier, spared=frozenset()))
+    feed(store, one, list(range(900)))
+    store.prefix.clear()
+    others = store.arena.allocate(store.arena.free)
+    before = store.frames_in_use
+    store.set_plan(one, plan(400, tier, spared=frozenset()))
+    assert store.frames_in_use < before
+    store.arena.release(others)
+    store.check_integrity()
+    lives = alive(store, one)
+    assert (lives[:, :, : store.sequence(one).settled * PAGE_SIZE].sum(-1) == 400).all()
+    check_attention(store, one, [2000], 0.1)
+
+
+def test_pages_that_others_hold_are_no_room_and_a_refusal_changes_nothing() -> None:
+    store = make_store(num_frames=29 * 27 + 1)
     one = store.add_sequence(plan(600, spared=frozenset()))
     feed(store, one, list(range(900)))
-    other = store.add_sequence(Plan((), Tier.BF16))
-    feed(store, other, list(range(5000, 5032)))
-    store.prefix.clear()
+    twin = store.fork(one)
     before = alive(store, one)
     with pytest.raises(OutOfFramesError):
         store.set_plan(one, plan(600, spared=frozenset()))
     store.check_integrity()
     assert (alive(store, one) == before).all()
+    store.release(twin)
+    store.set_plan(one, plan(600, spared=frozenset()))
+    store.check_integrity()
+    assert (alive(store, one) != before).any()
 
 
 def test_generated_asks_are_remembered_once_they_are_known() -> None:
