@@ -33,6 +33,11 @@ class Mark:
     def text(self) -> str:
         return "".join(text for text, _ in self.parts)
 
+    @property
+    def stays_inside(self) -> bool:
+        """Whether it leads from one part of an answer to another."""
+        return self.source in INSIDE and self.target in INSIDE and all(role is not Role.DELIM for _, role in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -43,9 +48,15 @@ class Segment:
     turn: int
 
 
+INSIDE = (State.ASSISTANT, State.REASONING, State.CALL)
+"""What an answer is made of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Units [start, end) known to be the content of a message of this kind: no mark is looked for inside, whatever it holds."""
+    """Units [start, end) known to be the content of a message of this kind: no mark is looked for inside, whatever it holds.
+
+    Of an answer's content (state among INSIDE) only the outer marks are not: thoughts and calls may begin and end in it."""
 
     start: int
     end: int
@@ -125,10 +136,18 @@ class Automaton:
         for mark in sorted(unique.values(), key=lambda m: (-len(m.text), m.text)):
             self.marks[mark.source].append(mark)
         self.search = {state: _search(found) for state, found in self.marks.items() if found}
+        inner = {state: [mark for mark in self.marks[state] if mark.stays_inside] for state in INSIDE}
+        outer = {state: [mark for mark in self.marks[state] if not mark.stays_inside] for state in (*INSIDE, State.GAP)}
+        self.inner_search = {state: _search(found) for state, found in inner.items() if found}
+        self.outer_search = [_search(found) for found in outer.values() if found]
         self.parts = {state: [_parts(mark) for mark in found] for state, found in self.marks.items()}
         holes = max((m.text.count(HOLE) for ms in self.marks.values() for m in ms), default=0)
         self.reach = max((len(m.text) + len(m.guard) for ms in self.marks.values() for m in ms), default=0) + 200 * holes + 1
         """No match can begin further than this from the text that completes it."""
+
+    def looks_like_a_boundary(self, units: str) -> bool:
+        """Whether an answer that holds these units would seem to end in them."""
+        return any(search.search(units) for search in self.outer_search)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,24 +216,33 @@ class Scanner:
             elif pin is not None:
                 pending.pop()
                 self._label(pos, pin.start)
-                if self.state is not pin.state:
-                    self.turn += pin.state is State.USER
-                    self.state = pin.state
-                self._label(pin.start, pin.end)
+                self._enter(pin)
+                pos = pin.start
+                while pin.state in INSIDE and (inner := self._find(pos, pin.end, inside=True)):
+                    self._label(pos, inner[1].start() + self._offset)
+                    pos = self._read(*inner)
+                self._label(pos, pin.end)
                 began, pos = -1, pin.end
             else:
                 break
             self._points.append(_Point(pos, self.state, self.turn, len(self.segments), began))
         self._label(pos, self.length)
 
-    def _find(self, pos: int, limit: int) -> tuple[Mark, re.Match[str]] | None:
-        """The next mark at or after `pos` that ends by `limit`: the leftmost, and of those the longest."""
-        regex = self.automaton.search.get(self.state)
+    def _enter(self, pin: Pin) -> None:
+        """The state at a pin's start; within an answer the one that its marks led to."""
+        if self.state is not pin.state and not (self.state in INSIDE and pin.state in INSIDE):
+            self.turn += pin.state is State.USER
+            self.state = pin.state
+
+    def _find(self, pos: int, limit: int, *, inside: bool = False) -> tuple[Mark, re.Match[str]] | None:
+        """The next mark at or after `pos` that ends by `limit`: the leftmost, and of those the longest. inside: of those that do not
+        leave the answer."""
+        regex = (self.automaton.inner_search if inside else self.automaton.search).get(self.state)
         begin = regex.search(self._tail, pos - self._offset, limit - self._offset) if regex else None
         if begin is None:
             return None
         for mark, parts in zip(self.automaton.marks[self.state], self.automaton.parts[self.state], strict=True):
-            if match := parts.match(self._tail, begin.start(), limit - self._offset):
+            if (not inside or mark.stays_inside) and (match := parts.match(self._tail, begin.start(), limit - self._offset)):
                 return mark, match
         raise AssertionError("a mark was found that none matches")
 

@@ -31,6 +31,7 @@ class Probe:
     kinds: dict[int, tuple[State, int, int]] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    absent: set[int] = field(default_factory=set)
 
     def new(self, state: State, owner: int = -1) -> str:
         n = len(self.kinds)
@@ -67,6 +68,12 @@ class Probe:
             self.messages.append({"role": role, "name": name, "tool_call_id": call_id, "content": self.new(State.OBS)})
         return self
 
+    def stray_result(self) -> "Probe":
+        """A result without a call; its name and id are no call's content."""
+        self.absent.add(len(self.kinds))
+        self.calls = [self.call(0)]
+        return self.results()
+
     def tool(self, shape: int) -> None:
         name, description, value, about = (self.new(State.SCHEMA) for _ in range(4))
         properties: dict[str, Any] = {value: {"type": "string", "description": about}}
@@ -82,7 +89,7 @@ class Probe:
     def read(self, text: str) -> tuple[list[Piece], str]:
         """Contents in the order in which they were rendered, and the text after the last. Names and ids outside their call become holes."""
         pieces: list[Piece] = []
-        done: set[int] = set()
+        done = set(self.absent)
         before, end, group = "", 0, -1
         for match in SENTINEL.finditer(text):
             n = int(match[1])
@@ -131,3 +138,9 @@ def probes() -> Iterator[Probe]:
     yield Probe().say("user", user).say("system", inst).answer().say("system", inst).say("user", user)
     yield Probe().say("user", user).answer(False, False, 1).results().say("user", user)
     yield Probe().say("system", inst).answer().say("user", user)
+    # a conversation whose beginning was cut off
+    yield Probe().answer()
+    yield Probe().answer().say("user", user).answer()
+    for thought in (False, True):
+        yield Probe().answer(False, thought, 1).results().answer()
+    yield Probe().stray_result().answer().say("user", user)

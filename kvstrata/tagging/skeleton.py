@@ -23,6 +23,7 @@ THINK = ("<think>", "</think>")
 TOOL_CALL = ("<tool_call>", "</tool_call>")
 _TAG = re.compile(r"[ \n\t\r]*(?:[\u1000-\uffff]|<[^<>\s=]{1,40}[>\s=]|\[[^\[\]\s]{1,40}\])")
 _HEADING = re.compile(r"[A-Za-z_][^\n<\[{\u1000-\uffff]{0,80}(?=[\n<\[{\u1000-\uffff]|\Z)[\u1000-\uffff]?[ \n\t\r]*")
+_CLOSED = re.compile(r"\s*\S{0,60}\s*")
 _NAME = re.compile(r"[\w .=:\u0fff-]{1,80}", re.ASCII)
 _PLAIN = (State.USER, State.ASSISTANT)
 _DEEP = (State.CALL, State.REASONING, State.OBS, State.INST, State.SCHEMA)
@@ -51,7 +52,7 @@ def learn(render: Render, units: Callable[[str], str]) -> Skeleton:
     for (_, target), texts in literals.items():
         if target is State.ASSISTANT:
             # an opened thought is no part of the envelope: the automaton sees to it from inside the answer
-            kept = [t[: min(t.index(tag) for tag in thinks if tag in t)] if any(tag in t for tag in thinks) else t for t in texts]
+            kept = [_before_thought(text, thinks) for text in texts]
             texts.clear()
             texts.update(dict.fromkeys(kept))
     for source in State:
@@ -64,6 +65,7 @@ def learn(render: Render, units: Callable[[str], str]) -> Skeleton:
         wrong = State.ASSISTANT if source in (State.ASSISTANT, State.REASONING, State.CALL) else State.GAP
         for text in [t for t in literals.get((source, State.GAP), {}) if t in answers]:
             del literals[source, wrong][text]
+    _drop_ambiguous_starts(literals)
     envelopes = dict.fromkeys(min(texts, key=len) for pair, texts in literals.items() if texts and _is_plain(*pair))
     label = _Labeller(tuple(envelopes))
     marks = [mark for pair in literals for mark in _marks(*pair, literals, label, thinks)]
@@ -110,6 +112,22 @@ def _merge_system(literals: Literals) -> Literals:
         if source is not State.INST:
             out[source, State.USER if target is State.INST else target].update(texts)
     return out
+
+
+def _drop_ambiguous_starts(literals: Literals) -> None:
+    """A conversation may begin with an answer or a result, but where the template writes nothing of its own before it, instructions and
+    users' messages, with which nearly all begin, go first."""
+    usual = [text for target in (State.INST, State.SCHEMA, State.USER) for text in literals.get((State.START, target), ())]
+    for target in (State.ASSISTANT, State.REASONING, State.CALL, State.OBS):
+        texts = literals.get((State.START, target), {})
+        for text in [t for t in texts if any(u.startswith(t) for u in usual)]:
+            del texts[text]
+
+
+def _before_thought(text: str, thinks: tuple[str, ...]) -> str:
+    """A literal up to the thought that it opens, or opens and closes, at its end; instructions before that may speak of thoughts too."""
+    opened = [at for tag in thinks if (at := text.rfind(tag)) >= 0 and _CLOSED.fullmatch(text, at + len(tag))]
+    return text[: min(opened)] if opened else text
 
 
 def _thinks(literals: Literals, units: Callable[[str], str]) -> tuple[str, ...]:

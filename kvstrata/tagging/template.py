@@ -4,19 +4,16 @@ Both entrances read the same automaton (automaton.py), learned once a template (
 each content lies, so that text which looks like a marker inside a content is not taken for one.
 """
 
-import itertools
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
-from kvstrata.tagging.automaton import WHITESPACE, Automaton, Pin, Scanner, Segment
+from kvstrata.tagging.automaton import Automaton, Pin, Scanner, Segment
+from kvstrata.tagging.pins import TEMPLATE_ERRORS, find_pins
 from kvstrata.tagging.probe import Render
-from kvstrata.tagging.roles import State
 from kvstrata.tagging.skeleton import Skeleton, learn
 from kvstrata.tagging.vocabulary import Vocabulary
 from kvstrata.types import Modality, Role, Span
@@ -24,8 +21,6 @@ from kvstrata.types import Modality, Role, Span
 UNKNOWN_TURN = -3
 """The turn of text without a template: older than anything, in whatever turn it is read."""
 _ROLES = tuple(Role)
-_MARKER = re.compile(r"q7Z([bc])(\d{4})k")
-_PINNED = {"system": State.INST, "developer": State.INST, "user": State.USER, "assistant": State.ASSISTANT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +131,14 @@ def tag_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequ
     tools = list(tools) if tools else None
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, **kwargs)
-    except (TemplateError, TypeError, LookupError, AttributeError, ValueError) as error:
+    except TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template refuses this conversation: {error}") from error
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"a message holds half a character, {text[error.start]!a}; accepted: whole Unicode") from error
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pins = _pins(tokenizer, messages, tools, kwargs, text, learned)
+    pins = find_pins(tokenizer, messages, tools, kwargs, text, learned.vocabulary, learned.skeleton, learned.automaton)
     tagger = Tagger(tokenizer)
     if learned.vocabulary.join(learned.vocabulary.check(ids)) != learned.vocabulary.units(text):
         pins = []
@@ -196,66 +191,6 @@ def _check(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Reader:
         except ValueError as error:
             raise ValueError(f"message {i} has {error}") from None
     return learned
-
-
-def _pins(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any], text: str, learned: Reader) -> list[Pin]:
-    """Where each content lies, found by rendering once more with markers inside the contents; empty where they change what is rendered."""
-    states: list[State] = []
-
-    def wrap(content: str, state: State) -> str:
-        core = content.strip()
-        if not core:
-            return content
-        head, tail = content[: content.index(core)], content[content.index(core) + len(core) :]
-        states.append(state)
-        return f"{head}q7Zb{len(states) - 1:04d}k{core}q7Zc{len(states) - 1:04d}k{tail}"
-
-    wrapped = []
-    for message in messages:
-        state = _PINNED.get(message["role"], State.OBS)
-        content = message.get("content")
-        if state is State.ASSISTANT or (state is State.INST and learned.skeleton.merged_system) or _is_result(content, learned):
-            # an answer holds thoughts and calls, which only the automaton tells apart
-            wrapped.append(message)
-        elif isinstance(content, str):
-            wrapped.append({**message, "content": wrap(content, state)})
-        elif isinstance(content, list):
-            has_text = [isinstance(part, dict) and isinstance(part.get("text"), str) for part in content]
-            parts = [{**p, "text": wrap(p["text"], state)} if has else p for p, has in zip(content, has_text, strict=True)]
-            wrapped.append({**message, "content": parts})
-        else:
-            wrapped.append(message)
-    try:
-        marked = tokenizer.apply_chat_template(wrapped, tools=tools, **kwargs)
-    except (TemplateError, TypeError, LookupError, AttributeError, ValueError):
-        return []
-    if _MARKER.sub("", marked) != text:
-        return []
-    return _read_markers(learned.vocabulary.units(marked), states)
-
-
-def _is_result(content: Any, learned: Reader) -> bool:
-    """A tool's result that a caller wrote into a user's message with the template's own markup."""
-    if not isinstance(content, str):
-        return False
-    start = learned.vocabulary.units(content[:200]).strip(WHITESPACE)
-    tags = {m.parts[-1][0].strip(WHITESPACE) for m in learned.skeleton.marks if m.target is State.OBS and m.parts[-1][1] is Role.OBS}
-    return any(tag and start.startswith(tag) for tag in tags)
-
-
-def _read_markers(units: str, states: list[State]) -> list[Pin]:
-    opened: dict[str, int] = {}
-    pins, removed = [], 0
-    for match in _MARKER.finditer(units):
-        at = match.start() - removed
-        removed += len(match[0])
-        if match[1] == "b":
-            opened[match[2]] = at
-        elif match[2] in opened:
-            pins.append(Pin(opened.pop(match[2]), at, states[int(match[2])]))
-    # a content that is rendered inside another, or twice, is left to the automaton
-    ordered = sorted(pins, key=lambda pin: (pin.start, pin.end))
-    return [p for p, after in itertools.pairwise([*ordered, None]) if p is not None and (after is None or p.end <= after.start)]
 
 
 def _spans(ids: np.ndarray[Any, np.dtype[np.int64]], segments: Sequence[Segment], vocabulary: Vocabulary) -> tuple[Span, ...]:

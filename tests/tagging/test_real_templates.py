@@ -132,6 +132,29 @@ def test_each_content_has_its_role_and_both_entrances_agree(real):
     assert rendered >= 1
 
 
+NO_OPENING = {"deepseek-ai-DeepSeek-V3.1", "deepseek-ai-DeepSeek-V3.2", "unsloth-mistral-Devstral-Small-2507"}
+"""Templates that write nothing before an answer which a conversation begins with: it is read as instructions."""
+
+
+def test_a_conversation_that_begins_with_an_answer(real, request):
+    """Its beginning was cut off."""
+    for rest in ([], [user("seven"), answer("harbour")]):
+        try:
+            tagged = tag_messages(real, [answer("castle"), *rest])
+        except ValueError as refusal:
+            # the template's own limit
+            assert "refuses this conversation" in str(refusal)
+            continue
+        at = tagged.text.find(answer("castle")["content"])
+        if at < 0:
+            continue
+        assert tag_ids(real, tagged.token_ids) == tagged.spans
+        offsets = real(tagged.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        labels = [(str(s.role), s.turn) for s in tagged.spans for _ in range(s.end - s.start)]
+        inside = {labels[i] for i, (start, end) in enumerate(offsets) if at <= start and end <= at + len(answer("castle")["content"])}
+        assert inside == {("inst" if request.node.callspec.params["real"] in NO_OPENING else "assistant", 0)}
+
+
 def takes_no_tools(tokenizer):
     try:
         tokenizer.apply_chat_template(CONVERSATIONS["no system"][0], tokenize=False)
