@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.terminal import check_output, complain, err, fail, load_model, load_tokenizer, out, progress_bar, usage_errors
+from kvstrata.terminal import check_output, complain, err, fail, load_model, load_tokenizer, out, print_table, progress_bar, usage_errors
 
 if TYPE_CHECKING:
     from kvstrata.eval.results import Setting
@@ -131,7 +131,7 @@ def evaluate_command(
     if json_out == "-":
         print(done.results[0].to_json())
     else:
-        out.print(results_table(done.results))
+        print_table(results_table(done.results))
         if json_out is not None:
             with usage_errors():
                 Path(json_out).write_text(done.results[0].to_json() + "\n", encoding="utf-8")
@@ -161,7 +161,7 @@ def demo(
 
     with usage_errors(), progress_bar() as progress:
         results = run_demo(loaded, tokenizer, found.traces[0], SETTINGS, report, name=Path(model).name, progress=progress)
-    out.print(results_table(results))
+    print_table(results_table(results))
     out.print(f"report: {report.resolve()}", soft_wrap=True)
 
 
@@ -193,7 +193,7 @@ def tag(
                 record = {"trace": trace.id, "start": s.start, "end": s.end, "role": s.role, "modality": s.modality, "turn": s.turn}
                 print(json.dumps(record | {"text": conversation.span_text(s)}, ensure_ascii=False))
         else:
-            out.print(spans_table(conversation))
+            print_table(spans_table(conversation))
     for line in failed:
         complain(line)
     if failed:
@@ -208,7 +208,8 @@ def calibrate(
     limit: Annotated[int | None, typer.Option(help="Conversations of each source at most.", min=1)] = 8,
     skip: Annotated[int, typer.Option(help="Conversations of each source to leave out first, such as those to be judged on.", min=0)] = 0,
     codec: Codec = "planes",
-    seed: Annotated[int, typer.Option(help="Chooses the queries.")] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses the queries.", min=0)] = 0,
+    window: Annotated[int, typer.Option(help="Tokens of the recent window that will be kept at BF16.", min=0)] = 0,
 ) -> None:
     """Measure what coarsening each tag costs attention, for policy triaxial."""
     from kvstrata.calibrate.run import calibrate as measure
@@ -227,7 +228,7 @@ def calibrate(
     for line in failed:
         complain(line)
     with usage_errors(), progress_bar() as progress:
-        profile = measure(loaded, Path(model).name, read, out_path, codec=codec, seed=seed, progress=progress)
+        profile = measure(loaded, Path(model).name, read, out_path, codec=codec, seed=seed, window=window, progress=progress)
     made = profile.made
     out.print(f"{len(made['conversations'])} conversations, {made['seconds']} s: {out_path}", soft_wrap=True)
     if failed:
@@ -301,7 +302,8 @@ def chat(
             r = reply.report
             bits = session.layout.bits_per_element(session.frames_in_use, r.tokens)
             saved = f"{r.bytes_stored / 2**20:.2f} MiB of {r.bytes_bf16 / 2**20:.2f} at BF16"
-            err.print(f"{r.tokens} tokens, {bits:.2f} bits, {saved}, {r.reused_tokens} reused, {r.seconds:.1f} s", style="dim")
+            floor = ", budget below the policy's floor" if r.floor_bytes else ""
+            err.print(f"{r.tokens} tokens, {bits:.2f} bits{floor}, {saved}, {r.reused_tokens} reused, {r.seconds:.1f} s", style="dim")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
 from kvstrata.policy import POLICIES, Budget, BudgetTooSmallError, Signals, make_policy, recent_window
+from kvstrata.policy.budget import MOST_BITS
 from kvstrata.policy.thinned import Thinned
 from kvstrata.store.layout import Layout
 from kvstrata.store.queries import NONE
@@ -55,7 +56,7 @@ class Session:
 
     policy, policy_settings: as kvstrata.policy.make_policy takes them. budget_bits: real bits a K and V element, averaged over the
     conversation, which counts as BUDGET_HORIZON tokens while it is shorter; where the recent window alone takes more, the policy's
-    cheapest plan stands in.
+    cheapest plan stands in, and the report says so (floor_bytes).
     codec, window, dense_dtype, capacity_tokens: of the store made for this session; store: share this one instead (sessions of one
     model then reuse each other's prefixes). window defaults to the policy's (64, triaxial: 0), dense_dtype to bfloat16, and to the model's
     own type for policy "full". chunk_tokens: of a turn, that run at once under a policy that evicts: a session keeps to its budget, and one
@@ -107,6 +108,7 @@ class Session:
         self._cache = StrataCache(model, store, self._plan)
         self._spans: tuple[Span, ...] = ()
         self._known = 0
+        self._floor = 0
         self._check_budget()
 
     def __enter__(self) -> Self:
@@ -237,6 +239,7 @@ class Session:
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """A turn that fails leaves what was held before it: what it cropped, demoted or aged away is there again."""
+        self._floor = 0
         held = (self._spans, self._known)
         if self._evicts:
             # a snapshot would hold what is evicted in mid-turn: the budget would be twice itself
@@ -298,7 +301,9 @@ class Session:
         spans = [Span(s.start, min(s.end, n), s.role, s.turn, s.modality) for s in self._spans if s.start < n]
         if n > self._known:
             found = tag_ids(self.tokenizer, token_ids)
-            spans += [Span(max(s.start, self._known), s.end, s.role, s.turn, s.modality) for s in found if s.end > self._known]
+            # ids alone may count turns otherwise than messages do, which know a boundary from one that a content quotes
+            later = next((s.turn for s in found if s.end >= self._known), 0) - (spans[-1].turn if spans else 0)
+            spans += [Span(max(s.start, self._known), s.end, s.role, s.turn - later, s.modality) for s in found if s.end > self._known]
         return tuple(spans)
 
     def _plan(self, token_ids: list[int]) -> Plan:
@@ -312,6 +317,7 @@ class Session:
             return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=max(self._limit(n), 1)))
         except BudgetTooSmallError as error:
             # the window's fixed cost outweighs a short conversation
+            self._floor = max(self._floor, error.floor)
             return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=max(error.floor, 1)))
 
     def _limit(self, num_tokens: int) -> int:
@@ -323,7 +329,8 @@ class Session:
         # a page costs the window all of its bytes with its first token
         moments = [(0, num_tokens), *((i + 1, (pages + i) * PAGE_SIZE + 1) for i in range(to_come))]
         dense = self.layout.tier_bytes()[Tier.BF16]
-        return min(int(self.budget_bits * self.layout.elements(max(n, BUDGET_HORIZON)) / 8) - new * dense for new, n in moments)
+        bits = min(self.budget_bits, MOST_BITS)
+        return min(int(bits * self.layout.elements(max(n, BUDGET_HORIZON)) / 8) - new * dense for new, n in moments)
 
     def _budget(self, num_tokens: int, *, bits: float | None = None, num_bytes: int | None = None) -> Budget:
         pages = -(-num_tokens // PAGE_SIZE)
@@ -355,7 +362,7 @@ class Session:
             self.store.set_plan(sequence.id, self._plan(token_ids))
         report = turn_report(
             self.store, sequence, self._spans_of(token_ids), turn=len(self.reports), reused_tokens=reused, seconds=seconds,
-            bytes_queries=self._query_bytes, bytes_outside=self._cache.sliding_bytes,
+            bytes_queries=self._query_bytes, bytes_outside=self._cache.sliding_bytes, floor_bytes=self._floor,
         )  # fmt: skip
         self.reports.append(report)
         return report

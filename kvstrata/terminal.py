@@ -15,12 +15,20 @@ if TYPE_CHECKING:
 
 # what is printed holds text of users and models: brackets and colons in it are not markup
 out, err = (Console(stderr=stderr, markup=False, emoji=False, highlight=False) for stderr in (False, True))
+WIDEST = 1000
+"""Columns that a table may take in a file or a pipe; it takes no more than its text needs."""
 
 
 def complain(message: object) -> None:
     """One line on stderr."""
     line = " ".join(part.strip() for part in str(message).splitlines() if part.strip())
     err.print(Text.assemble(("error", "bold red"), ": ", line), soft_wrap=True)
+
+
+def print_table(table: Any) -> None:
+    """A table on stdout; in a file or a pipe, where nobody has set COLUMNS, as wide as its text rather than cut at 80 columns."""
+    free = not out.is_terminal and "COLUMNS" not in os.environ
+    (Console(width=WIDEST, markup=False, emoji=False, highlight=False) if free else out).print(table)
 
 
 def fail(message: object, code: int = 2) -> typer.Exit:

@@ -47,12 +47,17 @@ class TurnReport:
     """Most bytes that the conversation ever took, those of a forward pass's new pages included."""
     peak_tokens: int = 0
     """Most tokens that lived at once, a layer and KV head on average."""
+    floor_bytes: int = 0
+    """Bytes of the policy's cheapest plan, where at some time of the turn it stood in for one within the budget, less what the window was
+    yet to grow by; 0 where the budget was always enough."""
 
 
 def turn_report(
-    store: Store, s: Sequence, spans: Seq[Span], *, turn: int, reused_tokens: int, seconds: float, bytes_queries: int, bytes_outside: int
-) -> TurnReport:
-    """spans: tags of all tokens of `s`. bytes_queries, bytes_outside: what the conversation takes beside its frames."""
+    store: Store, s: Sequence, spans: Seq[Span], *, turn: int, reused_tokens: int, seconds: float, bytes_queries: int,
+    bytes_outside: int, floor_bytes: int,
+) -> TurnReport:  # fmt: skip
+    """spans: tags of all tokens of `s`. bytes_queries, bytes_outside: what the conversation takes beside its frames. floor_bytes: the
+    report's."""
     layout, n = store.layout, s.num_tokens
     dead = sum(layout.dead_bytes(page.tier, min(PAGE_SIZE, n - p * PAGE_SIZE) - page.live_tokens) for p, page in enumerate(s.pages))
     holes = sum(layout.dead_bytes(page.tier, PAGE_SIZE - round(_mean(store, page.tokens))) for page in s.survivors)
@@ -68,7 +73,7 @@ def turn_report(
         bytes_queries=bytes_queries, survivors=round(_mean(store, sum(page.tokens for page in s.survivors))), thinned=s.thinned,
         bytes_freed=full - sum(layout.page_bytes(page.tier) for page in s.survivors) if full else 0,
         peak_bytes=max(s.peak_frames, s.frames) * layout.frame_bytes + bytes_queries + bytes_outside,
-        peak_tokens=max(s.peak_tokens, round(float(_alive(store, s).sum()))),
+        peak_tokens=max(s.peak_tokens, round(float(_alive(store, s).sum()))), floor_bytes=floor_bytes,
     )  # fmt: skip
 
 

@@ -193,6 +193,13 @@ def test_tag_shows_spans(model_path: Callable[[str], Path], good: Path) -> None:
     table = CliRunner().invoke(cli.app, ["tag", "--model", folder, "--traces", str(good)])
     assert table.exit_code == 0
     assert "tool_call" in table.stdout
+    # in a pipe nothing is cut
+    text = spans[1]["text"].replace("\n", "↵")[:60]
+    assert len(text) == 60
+    assert text in table.stdout
+    assert "…" not in table.stdout
+    narrow = CliRunner().invoke(cli.app, ["tag", "--model", folder, "--traces", str(good)], env={"COLUMNS": "60"})
+    assert max(map(len, narrow.stdout.splitlines())) <= 60
 
 
 def test_demo_writes_the_report_and_a_row_for_each_setting(invoke: Any, good: Path, tmp_path: Path) -> None:

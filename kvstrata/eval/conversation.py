@@ -107,6 +107,8 @@ def render(tokenizer: PreTrainedTokenizerBase, trace: Trace) -> Conversation:
             trace = spelled_out(trace)
         messages = plain_messages(tokenizer, trace.messages)
         whole = tag_messages(tokenizer, messages, trace.tools or None)
+        if not whole.token_ids:
+            raise ValueError("nothing is rendered of them")
         replies = [_reply(tokenizer, whole.token_ids, messages, trace.tools, i) for i, m in enumerate(messages) if m["role"] == "assistant"]
     except Exception as error:  # a template raises what its author chose
         raise ValueError(f"trace {trace.id}: the chat template does not take its messages: {error}") from error

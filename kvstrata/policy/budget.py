@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from kvstrata.types import PAGE_SIZE, Tier
 
+MOST_BITS = 1024
+"""More than any page takes: a budget of more is one of so many."""
+
 
 class BudgetTooSmallError(ValueError):
     """No plan of the policy fits. floor: bytes of its cheapest plan."""
@@ -68,7 +71,7 @@ class Budget:
         if self.bytes is not None:
             return self.bytes
         assert self.bits is not None
-        return int(self.bits * self.num_tokens * self.page_elements / PAGE_SIZE / 8)
+        return int(min(self.bits, MOST_BITS) * self.num_tokens * self.page_elements / PAGE_SIZE / 8)
 
     def body(self, sinks: int) -> range:
         """Pages whose tier a policy can choose: neither sinks nor in the window."""

@@ -28,6 +28,8 @@ PRIOR_TOKENS = 512.0
 """A tag that was seen this often counts as much as what its age, modality and role suggest."""
 MEASURES = ("relative", "mse")
 _SMALLEST = 1e-30
+LARGEST = 1e30
+"""What sums of losses and tokens stay below: products of them are finite then."""
 
 
 def distance_bins(num_pages: int) -> NDArray[np.int64]:
@@ -59,8 +61,10 @@ class Profile:
                   "far_loss": (self.far_loss, (NUM_TAGS, NUM_BINS, n))}  # fmt: skip
         arrays |= {f"loss of {m}": (self.loss[m], (NUM_TAGS, n)) for m in MEASURES}
         for name, (array, shape) in arrays.items():
-            if array.shape != shape or not np.isfinite(array).all() or (array < 0).any():
-                raise ValueError(f"{name} has shape {array.shape}, or a value below 0 or not finite; needed: {shape}, all finite")
+            if array.shape != shape or (array < 0).any() or not array.sum() < LARGEST:
+                raise ValueError(
+                    f"{name} has shape {array.shape}, or a value below 0 or not finite; needed: {shape}, below {LARGEST:g} in sum"
+                )
         known = {t.value for t in Tier if t is not Tier.BF16}
         if not self.tokens.sum() or sorted(set(self.bits)) != list(self.bits) or not {0, 2, 4} <= set(self.bits) <= known:
             raise ValueError(
@@ -163,7 +167,10 @@ class Profile:
                     loss[m][code] = _numbers(row[m], (len(bits),))
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a sensitivity profile: {type(error).__name__} {error}") from error
-        return cls(bits, tokens, loss, far_tokens, far_loss, data.get("made", {}))
+        made = data.get("made", {})
+        if not isinstance(made, dict):
+            raise ValueError(f"not a sensitivity profile: made is {str(made)[:40]!r}; accepted: an object")
+        return cls(bits, tokens, loss, far_tokens, far_loss, made)
 
 
 def _numbers(value: Any, shape: tuple[int, ...]) -> Floats:
@@ -227,7 +234,7 @@ def shipped() -> list[str]:
 
 @cache
 def load_profile(name: str) -> Profile:
-    """The profile of a file, or a shipped one by its name. Raises ValueError where there is none."""
+    """The profile of a file, or a shipped one by its name. Raises ValueError where there is none, or what is there is none."""
     if name in shipped():
         return Profile.from_json(files("kvstrata.policy").joinpath(f"profiles/{name}.json").read_text(encoding="utf-8"))
     try:
@@ -235,4 +242,9 @@ def load_profile(name: str) -> Profile:
     except OSError as error:
         accepted = f"{', '.join(shipped())}, or a file that `kvstrata calibrate` wrote"
         raise ValueError(f"no profile {name!r} ({error.strerror}); accepted: {accepted}") from error
-    return Profile.from_json(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"profile {name!r} is not a sensitivity profile: it is no text ({error.reason})") from error
+    try:
+        return Profile.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"profile {name!r}: {error}") from error

@@ -40,8 +40,8 @@ class TriAxial:
     tiers: that a page may have; EVICTED and BF16 only where named. sinks: pages at the start that are BF16.
     nominal: mean bits of the stored pages, counted as the paper does, by codes alone; without meaning under a budget.
     solver: greedy or exact. unit: what gets a tier of its own, each page or each tag; a page of many tags then takes their mean's.
-    frozen: a page keeps the tier it was stored at, as under a published port's prefix caching, even where that exceeds the budget; by
-    default pages age.
+    frozen: a page keeps the tier it was stored at, as under a published port's prefix caching, as long as new pages fit beside it at the
+    lowest tier; by default, and beyond that, pages age.
     axes: what the losses may depend on; measure: relative (errors over the size of each head's output) or mse (the paper's).
     """
 
@@ -89,7 +89,9 @@ class TriAxial:
         lowest = self._lowest(counts, anything_else=bool(self.sinks or (budget is not None and budget.window_pages)))
         held = [signals.held[page] if page < len(signals.held) else Tier.BF16 for page in body]
         if self.frozen:
-            lowest = [held[i] if page < len(signals.held) else low for i, (page, low) in enumerate(zip(body, lowest, strict=True))]
+            kept = [held[i] if page < len(signals.held) else low for i, (page, low) in enumerate(zip(body, lowest, strict=True))]
+            if budget is None or self._fits(kept, body, tiers, budget):
+                lowest = kept
         for page, low in zip(body, lowest, strict=True):
             tiers[page] = low
         if budget is None:
@@ -110,6 +112,11 @@ class TriAxial:
         for page in range(body.stop, pages):
             tiers[page] = max(tiers[page], default)
         return Plan(tuple(tiers), default)
+
+    @staticmethod
+    def _fits(kept: list[Tier], body: range, tiers: list[Tier], budget: Budget) -> bool:
+        """Whether the pages of `body` at `kept`, the others at `tiers`, are within the budget."""
+        return budget.cost([*tiers[: body.start], *kept, *tiers[body.stop :]]) <= budget.limit
 
     def _losses(self, pages: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Loss of a token of each tag at each of `tiers`, float64 [56, tiers]; and the factor of each page's distance, [pages]."""

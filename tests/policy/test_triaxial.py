@@ -280,6 +280,20 @@ def test_frozen_pages_neither_rise_nor_fall():
     assert ageing.tiers[:41] != held
 
 
+def test_frozen_pages_give_way_to_a_budget_that_they_exceed():
+    held = (Tier.BF16, *[Tier.INT8] * 40)
+    for bits in (3.1, 3.4, 4.5, 9.0):
+        b = budget(bits)
+        plan = make_policy("triaxial", frozen=True).plan(AGENT, N, Signals(4, held=held), b)
+        assert b.cost(plan.tiers) <= b.limit
+        # only where there is no other way
+        fits = b.cost([*held, *[Tier.INT2] * (N // PAGE_SIZE - 41)]) <= b.limit
+        assert (plan.tiers[:41] == held) == fits
+    assert fits
+    with pytest.raises(ValueError, match="below the floor of policy 'triaxial'"):
+        make_policy("triaxial", frozen=True).plan(AGENT, N, Signals(4, held=held), budget(2.3))
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -318,3 +332,29 @@ def test_what_is_no_json_at_all_is_refused():
 def test_settings_of_another_kind_are_refused(setting, told):
     with pytest.raises(ValueError, match=told):
         make_policy("triaxial", **setting)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (load_profile("smollm2").to_json()[:-200], "JSONDecodeError"),
+        (load_profile("smollm2").to_json().replace('"tokens": ', '"tokens": NaN, "was": ', 1), "below 0 or not finite"),
+        (load_profile("smollm2").to_json().replace('"tokens": ', '"tokens": 1e300, "was": ', 1), "below 0 or not finite"),
+        (load_profile("smollm2").to_json().replace('"relative"', '"mean"', 1), "KeyError 'relative'"),
+        (load_profile("smollm2").to_json().replace('"inst"', '"wizard"', 1), "'wizard' is not a valid Role"),
+        (json.dumps({**json.loads(load_profile("smollm2").to_json()), "made": ["x"]}), "made is"),
+        (json.dumps({**json.loads(load_profile("smollm2").to_json()), "tags": {"a": 1}}), "TypeError"),
+        (b"\xff\xfe\x00profile", "it is no text"),
+    ],
+)
+def test_a_broken_file_is_refused_by_its_name(text, told, tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=f"profile '.*broken.json'.*{told}"):
+        make_policy("triaxial", profile=str(path))
+
+
+def test_a_huge_budget_is_an_unlimited_one():
+    plans = [make_policy("triaxial", tiers=(2, 4, 16)).plan(AGENT, N, NOW, budget(bits)) for bits in (20.0, 1e30, 1.7e308)]
+    assert plans[0] == plans[1] == plans[2]
+    assert set(plans[0].tiers[:-3]) == {Tier.BF16}
