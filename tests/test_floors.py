@@ -15,8 +15,8 @@ FLOORS = {
     "store": 2,
     "attend": 3, "turn": 3,
     "adapters": 4,
-    "session": 5,
-    "calibrate": 6, "intent": 6, "eval": 6,
+    "session": 5, "calibrate": 5,
+    "intent": 6, "eval": 6,
     "cli": 7, "terminal": 7, "__main__": 7,
 }  # fmt: skip
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")

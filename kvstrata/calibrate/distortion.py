@@ -66,7 +66,7 @@ class View:
         ]
 
 
-def make_views(spans: Sequence[Span], num_tokens: int, seed: int, *, window: int = 64, sinks: int = 1) -> list[View]:
+def make_views(spans: Sequence[Span], num_tokens: int, seed: int, *, window: int = 0, sinks: int = 1) -> list[View]:
     """Views of the last turns: runs of tokens that the model wrote, or the last tokens of a turn in which it wrote none."""
     random = np.random.default_rng(seed)
     last = max(s.turn for s in spans)

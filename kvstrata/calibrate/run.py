@@ -87,12 +87,13 @@ class Part:
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, sample: Sample, codec: str = "planes", seed: int = 0) -> Part | None:
-    """One conversation's losses; None for one too short to have stored pages before a late query."""
+def measure(model: PreTrainedModel, sample: Sample, codec: str = "planes", seed: int = 0, window: int = 0) -> Part | None:
+    """One conversation's losses; None for one too short to have stored pages before a late query. window: of the policy that will read
+    them, tokens of its aligned group."""
     made = make_codec(codec)
     tiers = [t for t in MEASURED if t in made.tiers]
     losses = Losses.zeros(1 + len(tiers))
-    views = make_views(sample.spans, len(sample.token_ids), seed)
+    views = make_views(sample.spans, len(sample.token_ids), seed, window=window)
     if not views:
         return None
     with captured(model, lambda layer, q, k, v, scale: measure_layer(q, k, v, scale, views, made, tiers, losses)):
@@ -120,14 +121,22 @@ def calibrate(
     *,
     codec: str = "planes",
     seed: int = 0,
+    window: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> Profile:
     """Measure `samples` and write the profile to `out`. The same model, samples and seed give the same file but for its time.
 
-    Raises ValueError for no samples, none long enough, an unknown codec or a model that is not supported."""
+    Raises ValueError for no samples, none long enough, one that is longer than the model takes, an unknown codec, a window that is not
+    whole pages or a model that is not supported."""
+    if window < 0 or window % PAGE_SIZE:
+        raise ValueError(f"window is {window}; it must be 0 or a multiple of the page size, {PAGE_SIZE}")
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for sample in samples:
+        if most is not None and len(sample.token_ids) > most:
+            raise ValueError(f"trace {sample.id}: {len(sample.token_ids)} tokens, but the model takes {most}")
     bits = (0, *(t.value for t in MEASURED if t in make_codec(codec).tiers))
     beside = out.with_suffix(".parts.json")
-    key = f"{name} {codec} seed {seed} {_shape(model)} {_versions()}"
+    key = f"{name} {codec} seed {seed} window {window} {_shape(model)} {_versions()}"
     parts = _read(beside, key)
     used: dict[str, Part] = {}
     started = time.perf_counter()
@@ -135,7 +144,7 @@ def calibrate(
     for i, sample in enumerate(samples):
         progress(sample.id, i, len(samples))
         if sample.digest not in parts:
-            part = measure(model, sample, codec, seed)
+            part = measure(model, sample, codec, seed, window)
             parts[sample.digest] = part.to_dict() if part is not None else None
             _write(beside, json.dumps({"key": key, "parts": parts}))
         if (found := parts[sample.digest]) is not None:
@@ -145,7 +154,7 @@ def calibrate(
                 raise ValueError(f"{beside} was altered: {type(error).__name__} {error}; delete it to measure anew") from error
     progress("done", len(samples), len(samples))
     made = {
-        "model": name, "codec": codec, "seed": seed, "conversations": [s.id for s in samples if s.digest in used],
+        "model": name, "codec": codec, "seed": seed, "window": window, "conversations": [s.id for s in samples if s.digest in used],
         "data": hashlib.sha256("".join(used).encode()).hexdigest(), "seconds": round(time.perf_counter() - started, 1),
         "versions": _versions(),
     }  # fmt: skip
@@ -176,9 +185,10 @@ def _read(path: Path, key: str) -> dict[str, Any]:
     """Parts of an earlier run with the same key; none of another's."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return data["parts"] if isinstance(data, dict) and data.get("key") == key else {}
+    parts = data.get("parts") if isinstance(data, dict) and data.get("key") == key else None
+    return parts if isinstance(parts, dict) else {}
 
 
 def _write(path: Path, text: str) -> None:

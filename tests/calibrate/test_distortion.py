@@ -8,7 +8,7 @@ from kvstrata.calibrate.distortion import Losses, View, coarsened, make_views, m
 from kvstrata.ops.codecs import make_codec
 from kvstrata.ops.quant import rotate
 from kvstrata.policy.profile import NUM_BINS
-from kvstrata.policy.tags import NUM_TAGS, tags_by_token
+from kvstrata.policy.tags import NUM_TAGS, ROLES, tags_by_token
 from kvstrata.types import PAGE_SIZE, Role, Span, Tier
 
 SPANS = (Span(0, 150, Role.INST, 0), Span(150, 170, Role.USER, 1), Span(170, 230, Role.TOOL_CALL, 1), Span(230, 350, Role.OBS, 1),
@@ -79,17 +79,19 @@ def test_losses_are_those_of_attention_run_again(name: str) -> None:
     assert (losses.tag[0, :, 1] >= losses.tag[0, :, -1]).all()
 
 
-def test_views_stand_where_the_model_wrote() -> None:
-    views = make_views(SPANS, N, seed=0)
+@pytest.mark.parametrize("window", [0, 64])
+def test_views_stand_where_the_model_wrote(window: int) -> None:
+    views = make_views(SPANS, N, seed=0, window=window)
     for view, (start, end) in zip(views, [(170, 230), (360, 391)], strict=True):
         assert start <= int(view.queries[0])
         assert int(view.queries[-1]) < end
         assert len(view.queries) == 16
-        # sinks and the aligned window are never coarsened: 170 lies in group 2 of 64, 360 in group 5
-        assert (view.start, view.end) == (32, (start // 64 - 1) * 64)
+        # sinks are never coarsened, nor is the aligned window (170 lies in group 2 of 64, 360 in group 5), nor the page that fills
+        assert (view.start, view.end) == (32, (start // 64 - 1) * 64 if window else start // 32 * 32)
         assert len(view.code) == view.end - view.start
-    # the same calls have aged by a turn
-    assert set(views[0].tags) & set(views[1].tags) == set()
+    # the same calls have aged by a turn; without a window a turn's own request is stored when it is answered
+    asked = ROLES.index(Role.USER)
+    assert set(views[0].tags.tolist()) & set(views[1].tags.tolist()) == (set() if window else {asked})
 
 
 def test_views_of_turns_without_replies_and_of_short_texts() -> None:
@@ -97,7 +99,10 @@ def test_views_of_turns_without_replies_and_of_short_texts() -> None:
     views = make_views(told, 500, seed=0)
     assert [int(v.queries[-1]) for v in views] == [299, 399, 499]
     assert make_views((Span(0, 60, Role.USER, 1),), 60, seed=0) == []
-    assert make_views((Span(0, 140, Role.USER, 1),), 140, seed=0) == []
+    # 16 queries at the end, the group of the first one and the one before it: nothing is stored but the sink
+    short = (Span(0, 140, Role.USER, 1),)
+    assert make_views(short, 140, seed=0, window=64) == []
+    assert [v.end for v in make_views(short, 140, seed=0)] == [96]
 
 
 def test_groups_partition_the_stored_tokens() -> None:

@@ -75,10 +75,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     assert measured == ["c"]
     assert table(out) == table(tmp_path / "whole.json")
     assert Profile.from_json(out.read_text()).made["conversations"] == ["a", "b", "c"]
-    assert set(whole.made) == {"model", "codec", "seed", "conversations", "data", "seconds", "versions"}
+    assert set(whole.made) == {"model", "codec", "seed", "window", "conversations", "data", "seconds", "versions"}
 
 
-def test_parts_of_another_seed_or_model_are_not_reused(tmp_path: Path) -> None:
+def test_parts_of_another_seed_or_window_are_not_reused(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     calibrate(tiny("qwen2"), "tiny", SAMPLES[:1], out, seed=0)
     first = table(out)
@@ -86,6 +86,8 @@ def test_parts_of_another_seed_or_model_are_not_reused(tmp_path: Path) -> None:
     assert table(out)["tags"] != first["tags"]
     calibrate(tiny("qwen2"), "tiny", SAMPLES[:1], out, seed=0)
     assert table(out) == first
+    calibrate(tiny("qwen2"), "tiny", SAMPLES[:1], out, seed=0, window=64)
+    assert table(out)["tags"] != first["tags"]
 
 
 @pytest.mark.parametrize("codec", ["planes", "triaxial", "kivi"])
@@ -128,3 +130,25 @@ def test_altered_parts_are_refused_by_name(tmp_path: Path) -> None:
     beside.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="was altered"):
         calibrate(tiny("qwen2"), "model", SAMPLES[:1], out)
+
+
+@pytest.mark.parametrize("garbage", ["{", "[1]", '{"key": "other"}', "[" * 100000, "\x00"])
+def test_parts_that_are_none_are_measured_anew(tmp_path: Path, garbage: str) -> None:
+    out = tmp_path / "profile.json"
+    first = calibrate(tiny("llama"), "model", SAMPLES[:1], out)
+    (tmp_path / "profile.parts.json").write_bytes(garbage.encode() if garbage != "\x00" else b"\xff\xfe")
+    np.testing.assert_array_equal(calibrate(tiny("llama"), "model", SAMPLES[:1], out).loss["mse"], first.loss["mse"])
+    # of the right key, but without parts
+    data = json.loads((tmp_path / "profile.parts.json").read_text())
+    (tmp_path / "profile.parts.json").write_text(json.dumps({"key": data["key"], "parts": [1]}))
+    np.testing.assert_array_equal(calibrate(tiny("llama"), "model", SAMPLES[:1], out).loss["mse"], first.loss["mse"])
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="window is 33; it must be 0 or a multiple of the page size, 32"):
+        calibrate(model, "model", SAMPLES[:1], tmp_path / "p.json", window=33)
+    model.config.max_position_embeddings = 300
+    with pytest.raises(ValueError, match="trace a: 400 tokens, but the model takes 300"):
+        calibrate(model, "model", SAMPLES[:1], tmp_path / "p.json")
+    assert not list(tmp_path.iterdir())
