@@ -73,7 +73,7 @@ def random_arena(counts: dict[Tier, list[int]], heads: int, head_dim: int, *, li
     total = sum(sum(c) * per_page[t] for t, c in counts.items())
     arena = torch.randint(0, 256, (total + 1, heads, frame_bytes), dtype=torch.uint8, device="cuda", generator=gen)
     words = arena.view(torch.int16)
-    # scale bytes 0x68 to 0x77: an eighth of the unit or so; offsets between -16 and -2 steps
+    # scale bytes 0x58 to 0x67: between 0.09 and 0.18 for K, an eighth of that for V; offsets between -31 and -12 steps
     shape = (total + 1, heads, frame_bytes // 2 - frame.plane_words(head_dim))
     scale = torch.randint(0x58, 0x68, shape, device="cuda", generator=gen)
     offset = torch.randint(0x80 + 0x28, 0x80 + 0x40, shape, device="cuda", generator=gen)
