@@ -81,7 +81,8 @@ def make_workspace(q: Tensor, num_kv_heads: int, blocks: int | None = None) -> W
     rows = blocks + b
     new = functools.partial(torch.empty, device=q.device)
     return Workspace(new(num_kv_heads, rows, hq // num_kv_heads, d), new(num_kv_heads, rows, 2, 8),
-                     torch.zeros(b, num_kv_heads, dtype=torch.int32, device=q.device), torch.empty_like(q), new(b, hq))  # fmt: skip
+                     torch.zeros(b, num_kv_heads, dtype=torch.int32, device=q.device),
+                     new(b, hq, d, dtype=q.dtype), new(b, hq))  # fmt: skip
 
 
 def arguments(q: Tensor, arena: Tensor, table: PageTable, scale: float, rotated: bool, w: Workspace) -> Sequence[Tensor | int | float]:
@@ -116,6 +117,8 @@ def decode_cuda(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, den
             f"arena {tuple(arena.shape)} must be contiguous, aligned to 16 bytes, with {frame_bytes} bytes a frame and KV head"
         )
     w = workspace or make_workspace(q, h)
+    if not len(q):
+        return w.out, w.lse
     kernel = cuda.kernel("decode", "decode", options(d, dense_dtype), shared_bytes(d), q.device.index or 0)
     kernel((h, w.part.shape[1] - q.shape[0]), 32 * WARPS, arguments(q, arena, table, scale, rotated, w))
     return w.out, w.lse

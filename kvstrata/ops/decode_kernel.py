@@ -205,7 +205,7 @@ def make_workspace(q: Tensor, num_kv_heads: int, num_tiers: int = len(TIERS), pa
     parts = max(parts, b)
     new = functools.partial(torch.empty, device=q.device)
     return Workspace(new(num_kv_heads, parts, num_tiers, hq // num_kv_heads, d), new(num_kv_heads, parts, num_tiers, 2, 16), new(2, b, dtype=torch.int32),
-                     torch.empty_like(q), new(b, hq))  # fmt: skip
+                     new(b, hq, d, dtype=q.dtype), new(b, hq))  # fmt: skip
 
 
 def decode_triton(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype, rotated: bool = True,
@@ -218,6 +218,8 @@ def decode_triton(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, d
     arguments.check(q, h, arena, dense_dtype)
     frame_bytes = arena.shape[2]
     w = workspace or make_workspace(q, h, max(len(table.segments), 1))
+    if not b:
+        return w.out, w.lse
     words, dense = arena.view(torch.uint16), arena.view(dense_dtype)
     args = arguments.of_tiers(table, w.plan, 1)
     has, live = [n > 0 for n in args[3::5]], [mask is not w.plan for mask in args[2::5]]
