@@ -7,9 +7,10 @@ from torch import Tensor
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Combine partial attention. outs [P, T, H, D], lses [P, T, H] (natural log, float32) -> out [T, H, D], lse [T, H].
 
-    A part without a live token has lse -inf and any finite or NaN out; where all parts have, out is 0 and lse -inf.
+    A part without a live token has lse -inf and any finite or NaN out; where all parts have, out is 0 and lse -inf. A part whose lse is
+    NaN makes both NaN.
     """
     lse = torch.logsumexp(lses, 0)
     weight = torch.exp(lses - torch.where(torch.isinf(lse), 0.0, lse))
-    out = torch.where(weight[..., None] > 0, outs.float() * weight[..., None], 0.0).sum(0)
+    out = torch.where(weight[..., None] == 0, 0.0, outs.float() * weight[..., None]).sum(0)
     return out.to(outs.dtype), lse

@@ -1,8 +1,11 @@
 """What the ops refuse: anything whose shape, dtype or device a kernel would read past or as other numbers."""
 
+import math
+
 import torch
 
 from kvstrata.ops import decode_cuda, decode_kernel, dense, frame
+from kvstrata.ops.merge import merge
 from kvstrata.ops.table import PageTable, Segment
 from kvstrata.ops.write import write_pages
 from kvstrata.types import PAGE_SIZE, Tier
@@ -32,3 +35,10 @@ def test_queries_in_another_order_of_memory_give_the_same():
     assert torch.equal(out, other)
     # both kernels write the rows of [B, Hq, D] one after another
     assert decode_cuda.make_workspace(turned, HEADS, blocks=4).out.is_contiguous()
+
+
+def test_a_part_that_is_not_a_number_is_not_lost_in_a_merge():
+    outs, lses = torch.ones(2, 1, 1, 4), torch.tensor([math.nan, 0.0]).view(2, 1, 1)
+    out, lse = merge(outs, lses)
+    assert out.isnan().all()
+    assert lse.isnan().all()
