@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvstrata.ops import backend, decode_cuda, dense, quant
+from kvstrata.ops import arguments, backend, decode_cuda, dense, quant
 from kvstrata.ops.merge import merge
 from kvstrata.ops.table import PageTable, Segment, live_tokens
 from kvstrata.types import PAGE_SIZE, Tier
@@ -29,8 +29,12 @@ def decode(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dt
     q [B, Hq, D]; arena uint8 [F, H, frame_bytes] of one layer; query head i reads KV head i // (Hq / H); scale multiplies q·k;
     dense_dtype: what BF16 pages hold; rotated: whether V is stored rotated (the output is rotated back).
     -> out [B, Hq, D] in q's dtype, lse float32 [B, Hq] (natural log; -inf and out 0 where a sequence has no live token).
+    Raises ValueError for shapes, dtypes and devices other than these.
     """
     planes = decode_pages is quant.decode
+    arguments.check_attention(q, arena, table, dense_dtype, planes=planes)
+    if len(q) != table.batch:
+        raise ValueError(f"{len(q)} queries for {table.batch} sequences; accepted: one a sequence")
     if planes and backend.use_cuda(q) and decode_cuda.supports(q, arena.shape[1], dense_dtype):
         return decode_cuda.decode_cuda(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
     if has_kernel(q, dense_dtype, decode_pages):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvstrata.ops import backend, extend_cuda, quant
+from kvstrata.ops import arguments, backend, extend_cuda, quant
 from kvstrata.ops.decode import DecodePages, attend_pages, has_kernel
 from kvstrata.ops.merge import merge
 from kvstrata.ops.table import PageTable, Segment
@@ -20,9 +20,13 @@ def extend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: Tensor
     """New tokens of a ragged batch, packed: sequence b owns rows cu_seqlens[b] : cu_seqlens[b + 1] (B + 1 host integers).
 
     q [N, Hq, D], k, v [N, H, D] (v not rotated) of the chunk; arena uint8 [F, H, frame_bytes]; the pages of `table` all lie before
-    the chunk. -> out [N, Hq, D] in q's dtype. Without pages this is plain causal attention.
+    the chunk. -> out [N, Hq, D] in q's dtype. Without pages this is plain causal attention. Raises ValueError for shapes, dtypes and
+    devices other than these.
     """
-    if decode_pages is quant.decode and backend.use_cuda(q) and extend_cuda.accepts(q, arena, dense_dtype):
+    planes = decode_pages is quant.decode
+    arguments.check_attention(q, arena, table, dense_dtype, planes=planes)
+    arguments.check_chunk(q, k, v, cu_seqlens, arena, table.batch)
+    if planes and backend.use_cuda(q) and extend_cuda.accepts(q, arena, dense_dtype):
         return extend_cuda.extend_cuda(q, k, v, cu_seqlens, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
     if has_kernel(q, dense_dtype, decode_pages):
         from kvstrata.ops.extend_kernel import extend_triton

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvstrata.ops import backend, dense, quant, write_cuda
+from kvstrata.ops import arguments, backend, dense, quant, write_cuda
 from kvstrata.types import PAGE_SIZE, Tier
 
 
@@ -13,8 +13,15 @@ def gather_pages(arena: Tensor, src_frames: Tensor, tier: Tier, picks: Tensor, d
 
     arena uint8 [F, H, frame_bytes]; src_frames int32 [P, n]; picks int32 [M, 32, H]: token `32 * page + t` of the source pages for
     each slot and KV head, or -1 for nothing (zeros are written; the caller's live mask must clear it); dst_frames int32 [M, n of a
-    dense page]. Positions travel inside K (RoPE is already applied).
+    dense page]. Positions travel inside K (RoPE is already applied). Raises ValueError for other shapes, dtypes and devices.
     """
+    if tier is Tier.EVICTED:
+        raise ValueError("pages of tier EVICTED have no frames; accepted: INT2, INT3, INT4, INT8, BF16")
+    arguments.check_planes_arena(arena, head_dim)
+    arguments.check_picks(picks, len(src_frames), arena)
+    per_page = (arguments.frames_of(t, head_dim, dense_dtype.itemsize, arena.shape[2]) for t in (tier, Tier.BF16))
+    arguments.check_frames("source frames", src_frames, len(src_frames), next(per_page), arena)
+    arguments.check_frames("frames", dst_frames, len(picks), next(per_page), arena)
     if backend.use_cuda(arena) and write_cuda.accepts_pages(arena, head_dim, dense_dtype):
         return write_cuda.gather_pages_cuda(arena, src_frames, tier, picks, dst_frames, head_dim, dense_dtype)
     if backend.use_triton(arena) and dense_dtype.itemsize == 2:

@@ -232,6 +232,9 @@ class Unpacked(NamedTuple):
 
 def unpack(frames: Tensor, tier: Tier, head_dim: int) -> tuple[Unpacked, Unpacked]:
     """uint8 [P, n, H, frame_bytes] -> K and V, v still rotated: `decode` without moving or multiplying what it unpacks."""
+    if not tier.k_planes or frames.ndim != 4 or frames.shape[1] < tier.value or frames.shape[3] != frame.frame_bytes(head_dim):
+        raise ValueError(f"frames {list(frames.shape)} of tier {tier.name}; accepted at head_dim {head_dim}: [pages, at least "
+                         f"the planes of INT2, INT3, INT4 or INT8, KV heads, {frame.frame_bytes(head_dim)}]")  # fmt: skip
     w = frame.words(frames).unbind(1)
     k_index, v_index = _planes_of(tier)
     k_meta, v_meta = frame.split_metadata(w[0], w[1], head_dim)

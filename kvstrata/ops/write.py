@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvstrata.ops import backend, dense, quant, write_cuda
-from kvstrata.types import Tier
+from kvstrata.ops import arguments, backend, dense, quant, write_cuda
+from kvstrata.ops.table import described
+from kvstrata.types import PAGE_SIZE, Tier
 
 EncodePages = Callable[[Tensor, Tensor, Tier], Tensor]
 """Codec: (k, v [P, 32, H, D], tier) -> uint8 [P, n, H, FB]."""
@@ -14,7 +15,13 @@ EncodePages = Callable[[Tensor, Tensor, Tier], Tensor]
 
 def write_pages(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier, *, encode: EncodePages = quant.encode) -> None:
     """Quantize and pack pages into the arena. arena uint8 [F, H, frame_bytes], frames int32 [P, n], k, v [P, 32, H, D] (v as stored:
-    rotated). Raises NonFiniteError before anything is written."""
+    rotated). Raises NonFiniteError before anything is written, and ValueError for other shapes, dtypes and devices."""
+    planes = encode is quant.encode
+    arguments.check_tokens(k, v, arena, (len(k), PAGE_SIZE))
+    if planes:
+        _check_planes(tier)
+        arguments.check_planes_arena(arena, k.shape[-1])
+    arguments.check_frames("frames", frames, len(k), tier.value if planes else None, arena)
     if encode is quant.encode and backend.use_cuda(arena) and k.dtype == v.dtype and write_cuda.accepts_pages(arena, k.shape[-1], k.dtype):
         return write_cuda.write_pages_cuda(arena, frames, k, v, tier)
     if backend.use_triton(arena) and encode is quant.encode:
@@ -26,7 +33,13 @@ def write_pages(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier,
 
 def write_dense(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor) -> None:
     """Put tokens into BF16 pages. frames int32 [N, n] of each token's page, tokens int32 [N] (0 to 31 inside the page), k, v [N, H, D]
-    in the dtype of the store's dense pages, v as stored (rotated)."""
+    in the dtype of the store's dense pages, v as stored (rotated). Raises ValueError for other shapes, dtypes and devices."""
+    arguments.check_tokens(k, v, arena, (len(k),))
+    if k.dtype != v.dtype:
+        raise ValueError(f"k is {k.dtype} and v {v.dtype}; accepted: one dtype for both, that of the dense pages")
+    arguments.check_frames("frames", frames, len(k), dense.num_frames(k.shape[-1], k.element_size(), arena.shape[2]), arena)
+    if tokens.shape != (len(k),) or tokens.dtype not in (torch.int32, torch.int64) or tokens.device != arena.device:
+        raise ValueError(f"tokens are {described(tokens)}; accepted: int32 [{len(k)}] on {arena.device}")
     if backend.use_cuda(arena) and write_cuda.accepts_tokens(arena, k, v):
         return write_cuda.write_dense_cuda(arena, frames, tokens, k, v)
     if backend.use_triton(arena):
@@ -51,7 +64,15 @@ def read_dense(arena: Tensor, frames: Tensor, head_dim: int, dtype: torch.dtype)
 def settle_pages(arena: Tensor, src_frames: Tensor, dst_frames: Tensor, tier: Tier, head_dim: int, dense_dtype: torch.dtype, *,
                  encode: EncodePages = quant.encode) -> None:  # fmt: skip
     """BF16 pages of the arena to planes in other frames of it: src_frames int32 [P, n of a dense page], dst_frames int32 [P, tier.value],
-    none of them shared. The source is left as it is."""
+    none of them shared. The source is left as it is. Raises ValueError for other shapes, dtypes and devices."""
+    planes = encode is quant.encode
+    arguments.check_arena(arena)
+    if planes:
+        _check_planes(tier)
+        arguments.check_planes_arena(arena, head_dim)
+    per_page = dense.num_frames(head_dim, dense_dtype.itemsize, arena.shape[2])
+    arguments.check_frames("source frames", src_frames, len(src_frames), per_page, arena)
+    arguments.check_frames("frames", dst_frames, len(src_frames), tier.value if planes else None, arena)
     if encode is quant.encode and backend.use_cuda(arena) and write_cuda.accepts_pages(arena, head_dim, dense_dtype):
         return write_cuda.settle_pages_cuda(arena, src_frames, dst_frames, tier, head_dim, dense_dtype)
     if backend.use_triton(arena) and encode is quant.encode and dense_dtype.itemsize == 2:
@@ -59,3 +80,8 @@ def settle_pages(arena: Tensor, src_frames: Tensor, dst_frames: Tensor, tier: Ti
 
         return settle_pages_triton(arena, src_frames, dst_frames, tier, head_dim, dense_dtype)
     write_pages(arena, dst_frames, *read_dense(arena, src_frames, head_dim, dense_dtype), tier, encode=encode)
+
+
+def _check_planes(tier: Tier) -> None:
+    if not tier.k_planes:
+        raise ValueError(f"tier {tier.name} has no planes; accepted: INT2, INT3, INT4, INT8")

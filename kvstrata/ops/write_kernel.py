@@ -312,7 +312,7 @@ def write_pages_triton(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier
     words = arena.view(torch.uint16)
     if p:
         write_pages_kernel[(p * h,)](
-            k, v, words, frames, words, frames, *k.stride()[:3], *v.stride()[:3], words.stride(0), words.stride(1), h, N_SRC=1, SETTLE=False,
+            k, v, words, frames.contiguous(), words, frames.contiguous(), *k.stride()[:3], *v.stride()[:3], words.stride(0), words.stride(1), h, N_SRC=1, SETTLE=False,
             K_PLANES=tier.k_planes, V_PLANES=tier.v_planes, D=d, CB=_block(d), FMA=not backend.interpreting(),
             num_warps=4,
         )  # fmt: skip
@@ -339,7 +339,7 @@ def write_dense_triton(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor,
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     if n:
         write_dense_kernel[(n * h,)](
-            k, v, numbers, frames.contiguous(), tokens, *k.stride()[:2], *v.stride()[:2], numbers.stride(0), numbers.stride(1), h,
+            k, v, numbers, frames.contiguous(), tokens.contiguous(), *k.stride()[:2], *v.stride()[:2], numbers.stride(0), numbers.stride(1), h,
             N=frames.shape[1], NUMBERS=numbers.shape[2], D=d, DB=triton.next_power_of_2(d), num_warps=1,
         )  # fmt: skip
 
