@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvstrata.ops import decode_cuda, decode_kernel, dense, frame, quant
+from kvstrata.ops import backend, decode_cuda, decode_kernel, dense, extend_kernel, frame, quant
 from kvstrata.ops.decode import decode
 from kvstrata.ops.extend import extend
 from kvstrata.ops.gather import gather_pages
@@ -210,3 +210,10 @@ def test_a_part_that_is_not_a_number_is_not_lost_in_a_merge():
     out, lse = merge(outs, lses)
     assert out.isnan().all()
     assert lse.isnan().all()
+
+
+def test_the_interpreter_refuses_bfloat16_products(monkeypatch):
+    monkeypatch.setattr(backend, "interpreting", lambda: True)
+    q, k = numbers(1, HEADS * GROUP, D, dtype=BFLOAT), tokens(1, dtype=BFLOAT)
+    with pytest.raises(ValueError, match="interpreter"):
+        extend_kernel.extend_triton(q, k, k, [0, 1], arena(), PageTable((), 1), 1.0, dense_dtype=BFLOAT)
