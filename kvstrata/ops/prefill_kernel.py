@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvstrata.ops import backend
 from kvstrata.ops import prefill as reference
 
 BLOCK_ROWS, KEYS, NUM_WARPS, NUM_STAGES = 128, 128, 8, 3
@@ -131,6 +132,9 @@ def prefill_kernel(q_ptr, q_codes_ptr, q_scale_ptr, constant_ptr, k_ptr, v_ptr, 
 def prefill_triton(q: Tensor, k: Tensor, v: Tensor, lines: Tensor, scale: float, *, window: int = 128,
                    precision: reference.Precision = reference.INT8_FP8) -> Tensor:  # fmt: skip
     """`prefill` in Triton, for bf16 and fp16."""
+    if backend.interpreting() and q.dtype == torch.bfloat16:
+        raise ValueError("queries torch.bfloat16 in Triton's interpreter, whose products take their bits for integers; "
+                         "accepted there: torch.float16")  # fmt: skip
     t, hq, d = q.shape
     h = k.shape[1]
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvstrata.ops import backend, decode_cuda, decode_kernel, dense, extend_kernel, frame, quant
+from kvstrata.ops import backend, decode_cuda, decode_kernel, dense, extend_kernel, frame, prefill_kernel, quant
 from kvstrata.ops.decode import decode
 from kvstrata.ops.extend import extend
 from kvstrata.ops.gather import gather_pages
@@ -217,3 +217,5 @@ def test_the_interpreter_refuses_bfloat16_products(monkeypatch):
     q, k = numbers(1, HEADS * GROUP, D, dtype=BFLOAT), tokens(1, dtype=BFLOAT)
     with pytest.raises(ValueError, match="interpreter"):
         extend_kernel.extend_triton(q, k, k, [0, 1], arena(), PageTable((), 1), 1.0, dense_dtype=BFLOAT)
+    with pytest.raises(ValueError, match="interpreter"):
+        prefill_kernel.prefill_triton(q, k, k, ints(HEADS, 0), 1.0)
