@@ -46,6 +46,11 @@ def write_dense(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Ten
         from kvstrata.ops.write_kernel import write_dense_triton
 
         return write_dense_triton(arena, frames, tokens, k, v)
+    write_dense_ref(arena, frames, tokens, k, v)
+
+
+def write_dense_ref(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor) -> None:
+    """The mathematics of `write_dense`, on any device."""
     n, h, d = k.shape
     frame_bytes, row = arena.shape[-1], d * k.element_size()
     for x, first in ((k, 0), (v, 32 * row)):

@@ -9,7 +9,7 @@ import torch
 
 from kvstrata.ops import backend, cuda, dense, frame, quant, write_cuda
 from kvstrata.ops.gather import gather_pages, gather_pages_ref
-from kvstrata.ops.write import settle_pages, write_dense, write_pages
+from kvstrata.ops.write import settle_pages, write_dense, write_dense_ref, write_pages
 from kvstrata.types import PAGE_SIZE, Tier
 from tests.ops.cubin import inspect
 from tests.ops.kernel_cases import DEVICE, make_case
@@ -203,7 +203,7 @@ def test_tokens_lie_where_the_reference_puts_them(head_dim, dtype):
     slots = torch.randperm(4 * PAGE_SIZE, generator=torch.Generator().manual_seed(3))[: len(k)]
     frames, tokens = scattered(4, n, 4 * n + 2)[slots // PAGE_SIZE].contiguous(), (slots % PAGE_SIZE).int()
     expected = poison(4 * n + 2, head_dim).cpu()
-    write_dense(expected, frames, tokens, k, v)
+    write_dense_ref(expected, frames, tokens, k, v)
     arena = poison(4 * n + 2, head_dim)
     both = torch.stack([k, v], 1).to(DEVICE)
     write_cuda.write_dense_cuda(arena, frames.to(DEVICE), tokens.to(DEVICE), both[:, 0], both[:, 1])
