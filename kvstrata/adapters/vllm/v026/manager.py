@@ -83,7 +83,8 @@ class FrameManager(FullAttentionManager):
         return need + ring + self._get_num_evictable_blocks(new_computed_blocks)
 
     def _tiers(self, request_id: str, num_pages: int) -> list[Tier]:
-        return list(self._plans.tiers(self._requests[request_id], num_pages))
+        tiers: list[Tier] = self._plans.tiers(self._requests[request_id], num_pages)
+        return tiers
 
     def _pages_of(self, blocks: Sequence[KVCacheBlock]) -> list[BlockPage]:
         pages: list[BlockPage] = []

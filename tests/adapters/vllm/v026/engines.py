@@ -113,5 +113,15 @@ def mixed_work(seed: int = 0, n: int = 12, vocabulary: int = 49_000) -> list[Wor
     return [*work, (work[0][0][:330], 70), work[1]]
 
 
+def growing_work(seed: int = 1, n: int = 10, vocabulary: int = 49_000) -> list[Work]:
+    """Prompts shorter than a page, but for some that share a prefix, and replies of some pages: what is admitted outgrows a small pool."""
+    r = random.Random(seed)
+    prefix = [r.randrange(20, vocabulary) for _ in range(70)]
+    return [
+        ((prefix if i % 3 == 2 else []) + [r.randrange(20, vocabulary) for _ in range(r.randrange(5, 28))], r.randrange(70, 120))
+        for i in range(n)
+    ]
+
+
 def tokens(results: Sequence[Result]) -> list[list[int]]:
     return [r.tokens for r in results]

@@ -5,11 +5,18 @@ from typing import Any
 
 import pytest
 
-from .engines import Engine, mixed_work, tokens
+from .engines import Engine, growing_work, mixed_work, tokens
 
 WORK = mixed_work()
 ORDER = list(range(len(WORK)))
 WAVES = [ORDER, ORDER[::-1], ORDER[::2] + ORDER[1::2]]
+GROWING = growing_work()
+SMALL: dict[str, Any] = {
+    "num_gpu_blocks_override": 150,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 96,
+    "scheduler_reserve_full_isl": False,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "uniform": {"policy": "uniform", "tier": "INT3"},
     "budget": {"policy": "uniform", "budget_bits": 5.0, "horizon": 512, "window": 64},
@@ -40,17 +47,19 @@ def test_alone_together_and_found_in_the_cache(start: Start, name: str) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_preempted_and_resumed(start: Start, name: str) -> None:
-    engine = start(dense(name), num_gpu_blocks_override=250)
-    want = tokens(engine.alone(WORK))
-    for wave in WAVES:
-        assert tokens(engine.run([WORK[i] for i in wave])) == [want[i] for i in wave]
+    """Requests are admitted by their first chunk alone, so that they run out of frames inside a prompt too."""
+    engine = start(dense(name), **SMALL)
+    want = tokens(engine.alone(GROWING))
+    for wave in (GROWING, GROWING[::-1]):
+        order = [GROWING.index(item) for item in wave]
+        assert tokens(engine.run(wave)) == [want[i] for i in order]
     assert engine.seen.preempted > 3
     # pages lost a frame and were not taken for whole
     assert engine.scheduler.frames.broken_pages > 0
 
 
 def test_without_prefix_caching(start: Start) -> None:
-    engine = start(dense("tags"), num_gpu_blocks_override=250, enable_prefix_caching=False)
-    want = [tokens(engine.run([item]))[0] for item in WORK]
-    assert tokens(engine.run(WORK)) == want
-    assert engine.seen.preempted > 0
+    engine = start(dense("tags"), enable_prefix_caching=False, **SMALL)
+    want = [tokens(engine.run([item]))[0] for item in GROWING]
+    assert tokens(engine.run(GROWING)) == want
+    assert engine.seen.preempted > 3

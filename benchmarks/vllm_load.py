@@ -1,0 +1,177 @@
+"""What one engine does under load, in a process of its own, as a line of JSON. `bench_vllm.py` starts it with a Load as JSON.
+
+throughput    requests of random tokens, all at once, prefix caching off
+replay        sessions of many turns: each turn is the one before, its reply, and new observation tokens; prefix caching on
+"""
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SETTING = "strata"
+"""As a kv_cache_dtype: kvstrata's own. Others are the engine's."""
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """kv: a kv_cache_dtype of the engine, or `strata`. model: a folder; None: random weights in the shape of Qwen3 8B.
+    kv_bytes: of the KV cache, per rank. settings: kvstrata's, for `strata`.
+    throughput: `requests` of input_tokens + output_tokens. replay: `requests` sessions of `turns`, each of which adds between a half of
+    input_tokens and all, and writes between a third of output_tokens and all."""
+
+    scenario: str
+    kv: str
+    kv_bytes: int
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    turns: int = 1
+    model: str | None = None
+    tensor_parallel: int = 1
+    max_num_seqs: int = 128
+    settings: dict[str, Any] | None = None
+    eager: bool = False
+    seed: int = 0
+
+    @property
+    def longest(self) -> int:
+        return self.turns * (self.input_tokens + self.output_tokens) + 16
+
+
+def start(load: Load) -> Any:
+    from vllm import LLM
+
+    folder, weights = load.model, "auto"
+    if folder is None:
+        folder, weights = str(Path(tempfile.gettempdir()) / "qwen3-8b-shape"), "dummy"
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "config.json").write_text(json.dumps(QWEN3_8B))
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]}
+    arguments: dict[str, Any] = {"kv_cache_dtype": load.kv}
+    if load.kv == SETTING:
+        arguments = {"additional_config": {"kvstrata": load.settings or {}}}
+    return LLM(
+        model=folder, skip_tokenizer_init=True, load_format=weights, dtype="bfloat16", max_model_len=load.longest,
+        kv_cache_memory_bytes=load.kv_bytes, enable_prefix_caching=load.scenario == "replay", max_num_seqs=load.max_num_seqs,
+        max_num_batched_tokens=8192, tensor_parallel_size=load.tensor_parallel, enforce_eager=load.eager, disable_log_stats=False,
+        compilation_config={"mode": 0, **({} if load.eager else graphs)}, **arguments,
+    )  # fmt: skip
+
+
+def vocabulary(llm: Any) -> int:
+    return int(llm.llm_engine.vllm_config.model_config.get_vocab_size())
+
+
+def params(tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+
+
+def throughput(llm: Any, load: Load) -> dict[str, Any]:
+    rng, words = random.Random(load.seed), vocabulary(llm)
+    prompts = [{"prompt_token_ids": [rng.randrange(words) for _ in range(load.input_tokens)]} for _ in range(load.requests)]
+    llm.generate(prompts[:2], params(4), use_tqdm=False)
+    begin = time.perf_counter()
+    out = llm.generate(prompts, params(load.output_tokens), use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    written = sum(len(o.outputs[0].token_ids) for o in out)
+    assert written == load.requests * load.output_tokens
+    return {"seconds": seconds, "output_tokens_a_second": written / seconds}
+
+
+def replay(llm: Any, load: Load) -> dict[str, Any]:
+    """All sessions at once; each sends its next turn as soon as it has the reply to the last."""
+    engine, words = llm.llm_engine, vocabulary(llm)
+    rngs = [random.Random(f"{load.seed}-{s}") for s in range(load.requests)]
+    history: list[list[int]] = [[] for _ in rngs]
+    turn, sent, first = [0] * len(rngs), [0.0] * len(rngs), defaultdict(list)
+    waiting: set[int] = set()
+    found = asked = 0
+
+    def send(s: int) -> None:
+        rng = rngs[s]
+        history[s] += [rng.randrange(words) for _ in range(rng.randint(load.input_tokens // 2, load.input_tokens))]
+        sent[s] = time.perf_counter()
+        waiting.add(s)
+        wanted = rng.randint(max(1, load.output_tokens // 3), load.output_tokens)
+        engine.add_request(f"{s}-{turn[s]}", {"prompt_token_ids": list(history[s])}, params(wanted))
+
+    begin = time.perf_counter()
+    for s in range(len(rngs)):
+        send(s)
+    written = 0
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            s = int(out.request_id.split("-")[0])
+            if s in waiting and out.outputs[0].token_ids:
+                waiting.remove(s)
+                first[turn[s]].append(time.perf_counter() - sent[s])
+            if not out.finished:
+                continue
+            found += out.num_cached_tokens or 0
+            asked += len(history[s])
+            written += len(out.outputs[0].token_ids)
+            history[s] += out.outputs[0].token_ids
+            turn[s] += 1
+            if turn[s] < load.turns:
+                send(s)
+    seconds = time.perf_counter() - begin
+    assert turn == [load.turns] * len(rngs)
+    return {
+        "seconds": seconds, "turns_a_second": sum(turn) / seconds, "output_tokens_a_second": written / seconds, "hit_rate": found / asked,
+        "first_token": {t: {"p50": statistics.median(x), "p95": sorted(x)[int(0.95 * (len(x) - 1))]} for t, x in sorted(first.items())},
+    }  # fmt: skip
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """Of the engine's own metrics: preemptions since the start."""
+    return {m.name: m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"}
+
+
+def capacity(llm: Any, load: Load) -> int:
+    """Tokens that the KV cache holds, as the engine counts them at start: requests of the longest length."""
+    config = llm.llm_engine.vllm_config.cache_config
+    if load.kv != SETTING:
+        return int(config.num_gpu_blocks * config.block_size)
+    from kvstrata.adapters.vllm.causal import most_frames
+    from kvstrata.adapters.vllm.v026.config import settings_of
+
+    model = llm.llm_engine.vllm_config.model_config
+    settings = settings_of(llm.llm_engine.vllm_config)
+    assert settings is not None
+    layout = settings.layout(model.get_total_num_kv_heads(), model.get_head_size())
+    return (config.num_gpu_blocks - 1) * load.longest // most_frames(settings, layout, load.longest)
+
+
+def main() -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    load = Load(**json.loads(sys.argv[1]))
+    begin = time.perf_counter()
+    llm = start(load)
+    ready = time.perf_counter() - begin
+    result = {"throughput": throughput, "replay": replay}[load.scenario](llm, load)
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    row = {"device": device, **asdict(load), "start_seconds": ready, "kv_tokens": capacity(llm, load), **result, **counters(llm)}
+    print("RESULT " + json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
