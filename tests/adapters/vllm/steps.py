@@ -62,7 +62,7 @@ class Engine:
         request.computed, request.pages, request.ring = len(found) * PAGE_SIZE, list(found), ()
 
     def step(self, work: list[tuple[Request, int]], preempted: Sequence[str] = ()) -> None:
-        """work: (request, tokens of this step); those of one token must come first."""
+        """work: (request, tokens of this step)."""
         deltas = {}
         for r, n in work:
             first, ring = len(r.pages), None

@@ -98,6 +98,20 @@ def test_a_preempted_request_begins_anew_in_other_frames(window: int) -> None:
         torch.testing.assert_close(r.out.double(), expected(r, s.group, torch.float32), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_chunk_of_one_token_may_come_last(window: int) -> None:
+    s = settings(window)
+    engine = Engine(s)
+    a, b, c = (Request.random(x, n, TIERS, seed=n) for x, n in (("a", 70), ("b", 68), ("c", 66)))
+    engine.step([(a, 69), (b, 1)])
+    engine.step([(a, 1), (b, 63), (c, 1)])
+    engine.step([(b, 3), (c, 63)])
+    engine.step([(b, 1), (c, 1)])
+    engine.step([(c, 1)])
+    for r in (a, b, c):
+        torch.testing.assert_close(r.out.double(), expected(r, s.group, torch.float32), atol=2e-5, rtol=1e-4)
+
+
 def test_a_slot_is_free_again_when_its_request_ends() -> None:
     engine = Engine(settings(0), slots=2)
     for i in range(5):

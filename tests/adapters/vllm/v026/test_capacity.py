@@ -6,8 +6,8 @@ from typing import Any
 from .engines import Engine, mixed_work
 
 WORK = mixed_work(seed=7)
-BF16_BLOCKS = 64
-"""Blocks of 32 tokens: 2,048 tokens in bfloat16."""
+BF16_BLOCKS = 33
+"""Blocks of 32 tokens, the null block among them: 1,024 tokens in bfloat16, the longest request."""
 
 
 def frames_in(blocks: int) -> int:
@@ -16,10 +16,11 @@ def frames_in(blocks: int) -> int:
 
 
 def test_more_tokens_and_requests_in_the_same_bytes(start: Callable[..., Engine]) -> None:
-    stock = start(None, dtype="bfloat16", block_size=32, num_gpu_blocks_override=BF16_BLOCKS)
+    same: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False}
+    stock = start(None, block_size=32, num_gpu_blocks_override=BF16_BLOCKS, **same)
     running, tokens = watch(stock)
     found = stock.run(WORK)
-    ours = start({"policy": "uniform", "tier": "INT3"}, dtype="bfloat16", num_gpu_blocks_override=frames_in(BF16_BLOCKS))
+    ours = start({"policy": "uniform", "tier": "INT3"}, num_gpu_blocks_override=frames_in(BF16_BLOCKS), **same)
     assert ours.run(WORK)
     assert len(found) == len(WORK)
     print(f"running {running()} and {ours.seen.most_running}, tokens {tokens()} and {ours.seen.most_tokens}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ import openai
 import pytest
 
 MODEL = "smollm2"
-PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}}
+PARAMETERS = {"type": "object", "properties": {"word": {"type": "string", "enum": ["strata", "rock"]}}, "required": ["word"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}]
 
 
@@ -40,14 +41,14 @@ class Server:
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=300, max_retries=0)
 
     def _wait(self) -> None:
-        end = time.monotonic() + 400
+        end = time.monotonic() + 900
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             with contextlib.suppress(OSError):
                 self.get("/health")
                 return
             time.sleep(1)
-        raise AssertionError(f"no server within 400 s: {self.log.read_text()[-3000:]}")
+        raise AssertionError(f"no server within 900 s: {self.log.read_text()[-3000:]}")
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
@@ -110,9 +111,9 @@ def test_a_conversation_of_many_turns_with_tools(server: Server) -> None:
 
 def test_a_forced_tool_call_is_parsed(server: Server) -> None:
     choice: Any = {"type": "function", "function": {"name": "look_up"}}
-    reply = ask(server, "Look up the word strata.", tools=TOOLS, tool_choice=choice, max_tokens=40)
+    reply = ask(server, "Look up the word strata.", tools=TOOLS, tool_choice=choice, max_tokens=60)
     (call,) = reply.choices[0].message.tool_calls
-    assert call.function.name == "look_up"
+    assert call.function.name == "look_up" and json.loads(call.function.arguments)["word"] in ("strata", "rock")
 
 
 def test_streaming_gives_the_same_tokens(server: Server) -> None:

@@ -35,6 +35,7 @@ def test_in_one_engine(start: Callable[..., Engine]) -> None:
     engine = start(SETTINGS, num_gpu_blocks_override=700, scheduler_reserve_full_isl=False)
     a_hit_and_a_first_chunk_share_a_batch(engine)
     rows_only_grow_and_no_worker_is_told_otherwise(engine)
+    a_first_chunk_of_one_token(engine)
     a_prompt_found_in_the_step_that_computes_it(engine)
     prompts_of_every_length_around_a_page(engine)
     an_aborted_request_gives_its_blocks_back(engine)
@@ -74,13 +75,23 @@ def rows_only_grow_and_no_worker_is_told_otherwise(engine: Engine) -> None:
     engine.run(WORK)
     table = runner.input_batch.block_table.block_tables[0]
     spec = builder.spec
-    assert widest <= most_frames(spec.settings, spec.layout, 1024) == table.max_num_blocks_per_req
+    assert widest <= most_frames(spec.settings, spec.layout, 1024) <= table.max_num_blocks_per_req
     # what workers hold is gone with the requests, but for those of the very last step
     assert len(builder.planner.tables) <= len(WORK)
 
 
+def a_first_chunk_of_one_token(engine: Engine) -> None:
+    """The engine puts it behind longer chunks, for it decodes nothing."""
+    work = [(WORK[0][0][:255], 10), (WORK[3][0][:50], 10)]
+    want = engine.alone(work)
+    sizes: list[list[int]] = []
+    watch(engine, lambda out: sizes.append(list(out.num_scheduled_tokens.values())))
+    assert [r.tokens for r in engine.run(work)] == [r.tokens for r in want]
+    assert [255, 1] in sizes
+
+
 def a_prompt_found_in_the_step_that_computes_it(engine: Engine) -> None:
-    twins = [(WORK[2][0][:180], 25)] * 3
+    twins = [(WORK[0][0][:180], 25)] * 3
     (want, *_) = engine.alone(twins[:1])
     got = engine.run(twins)
     assert all(r.tokens == want.tokens for r in got) and got[1].found == got[2].found == 160
