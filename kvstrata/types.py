@@ -121,10 +121,11 @@ class Anchors:
     def __post_init__(self) -> None:
         if self.prefill not in PREFILLS:
             raise ValueError(f"prefill is {self.prefill!r}; accepted: {', '.join(map(repr, PREFILLS))}")
-        if self.count < 0:
-            raise ValueError(f"count of anchors is {self.count}; it must be 0 or more")
-        if self.refresh < 0:
-            raise ValueError(f"refresh is {self.refresh} tokens; it must be 0 or more")
+        for name, value in (("count of anchors", self.count), ("refresh", self.refresh)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} is {value!r}; accepted: a whole number of tokens, 0 or more")
+        if not isinstance(self.alone, bool):
+            raise ValueError(f"alone is {self.alone!r}; accepted: True, False")
         if self.tier is Tier.EVICTED:
             raise ValueError("anchors have tier EVICTED; accepted: any other")
         check_score(self.score)

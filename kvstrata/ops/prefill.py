@@ -60,14 +60,13 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, lines: Tensor, scale: float, *,
 
 def check(q: Tensor, k: Tensor, v: Tensor, lines: Tensor, window: int) -> None:
     """Raises ValueError for shapes that are not those of `prefill`."""
-    t, hq, d = q.shape
-    h = k.shape[1]
-    if k.shape != v.shape or k.shape != (t, h, d) or hq % h or not t:
+    t, h = len(q) if q.ndim else 0, k.shape[1] if k.ndim == 3 else 0
+    if q.ndim != 3 or not t or not h or q.shape[1] % h or k.shape != v.shape or k.shape != (t, h, q.shape[2]):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; accepted: [T, Hq, D] and twice [T, H, D], T from 1 up")
     if lines.dtype != torch.int32 or lines.ndim != 2 or lines.shape[0] != h or lines.shape[1] > t:
         raise ValueError(f"lines are {lines.dtype} {list(lines.shape)}; accepted: int32 [{h}, at most {t}]")
-    if window < 0:
-        raise ValueError(f"window is {window}; accepted: 0 (uniform quantization) or more keys")
+    if not isinstance(window, int) or window < 0:
+        raise ValueError(f"window is {window!r}; accepted: 0 (uniform quantization) or more keys")
 
 
 def prefill_ref(q: Tensor, k: Tensor, v: Tensor, lines: Tensor, scale: float, *,

@@ -42,11 +42,11 @@ class HyQuant:
         object.__setattr__(self, "anchor_tier", Tier.parse(self.anchor_tier))
         if body.tier is Tier.BF16:
             raise ValueError("tier BF16 leaves nothing for anchors to improve; accepted: a quantized tier")
-        if not 0 <= self.rho <= 1:
-            raise ValueError(f"rho is {self.rho}; accepted: a share from 0 to 1")
+        if not isinstance(self.rho, int | float) or isinstance(self.rho, bool) or not 0 <= self.rho <= 1:
+            raise ValueError(f"rho is {self.rho!r}; accepted: a share from 0 to 1")
         if self.anchor_tier not in (*body.tiers, Tier.BF16) or self.anchor_tier < Tier.INT4:
             raise ValueError(f"anchor_tier is {self.anchor_tier.name}; accepted: INT4 and above, if the codec has it, or BF16")
-        Anchors(0, self.anchor_tier, self.score, self.refresh, prefill=self.prefill)
+        Anchors(0, self.anchor_tier, self.score, self.refresh, self.alone, self.prefill)
 
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan:
         """Under a budget: anchors for their share of the body, then `uniform` with what is left."""

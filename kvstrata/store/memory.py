@@ -75,8 +75,8 @@ class QueryMemory:
         return QueryMemory(kept.positions, kept.turns, kept.queries, num_tokens)
 
     def _only(self, kept: list[int]) -> "QueryMemory":
-        assert self.queries is not None
-        queries = self.queries[kept] if kept else None
+        # a memory without entries is one all the same: the tokens that it looked at held no ask
+        queries = None if self.queries is None or not kept else self.queries[kept]
         return QueryMemory(tuple(self.positions[i] for i in kept), tuple(self.turns[i] for i in kept), queries, self.until)
 
 

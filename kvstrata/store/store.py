@@ -20,7 +20,7 @@ from kvstrata.store.prefix import PrefixIndex, page_key
 from kvstrata.store.queries import NONE, Queries
 from kvstrata.store.signals import check_head, remember, scored, wants_newest
 from kvstrata.store.step import Step
-from kvstrata.store.tables import TableBuilder
+from kvstrata.store.tables import TableBuilder, alone
 from kvstrata.store.thin import is_due, thin
 from kvstrata.types import PAGE_SIZE, Plan, Thinning, Tier
 
@@ -219,6 +219,8 @@ class Store:
         that settle later follow it. Returns how many frames became free. Raises ValueError for a tier that the codec lacks."""
         s = self._check_idle(sequence_id, "replan")
         self.check_plan(plan)
+        # what is attended of the same pages depends on it
+        s.version += alone(plan) != alone(s.plan)
         s.plan = plan
         if plan.thinning is not None:
             remember(self, s, plan.thinning)

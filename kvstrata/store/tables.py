@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from kvstrata.ops.table import PageTable, Segment
 from kvstrata.store.gathered import picked_bits
 from kvstrata.store.page import FULL, Page, Sequence
-from kvstrata.types import Tier
+from kvstrata.types import Plan, Tier
 
 Rows = dict[Tier, tuple[np.ndarray, np.ndarray]]
 """By tier: frames int32 [N, n] and live masks uint32 [N, layers, KV heads] of one sequence's pages; [N, 1, 1] where all are alike."""
@@ -30,12 +30,15 @@ def _rows(pages: list[Page], picked: NDArray[np.uint32] | None = None) -> Rows:
     return rows
 
 
+def alone(plan: Plan) -> bool:
+    """Whether nothing but the anchors is attended of quantized pages."""
+    return plan.anchors is not None and plan.anchors.alone
+
+
 def _settled_rows(s: Sequence) -> Rows:
     """Rows of settled pages, anchors and survivors; an anchor's bit is cleared where it came from."""
-    if not s.anchors and not s.survivors:
-        return _rows(s.pages[: s.settled])
     rows = _rows(s.pages[: s.settled], picked_bits(s.anchors, s.settled) if s.anchors else None)
-    if s.plan.anchors is not None and s.plan.anchors.alone:
+    if alone(s.plan):
         rows |= {tier: (frames, np.zeros_like(live)) for tier, (frames, live) in rows.items() if tier is not Tier.BF16}
     for page in (*s.anchors, *s.survivors):
         _extend(rows, {page.tier: (np.array([page.frames], dtype=np.int32), page.live[None])})

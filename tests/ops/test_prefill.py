@@ -93,6 +93,9 @@ def test_an_attended_line_does_not_drown_small_probabilities():
         ({"lines": torch.zeros(2, 1)}, "lines are torch.float32"),
         ({"lines": torch.zeros(2, 5, dtype=torch.int32)}, "at most 4"),
         ({"window": -1}, "window is -1"),
+        ({"window": 1.5}, "window is 1.5"),
+        ({"q": torch.zeros(2, 8)}, r"q \[2, 8\]"),
+        ({"k": torch.zeros(4, 0, 8), "v": torch.zeros(4, 0, 8)}, r"k \[4, 0, 8\]"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

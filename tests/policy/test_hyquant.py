@@ -26,8 +26,11 @@ def test_settings_reach_the_plan() -> None:
     assert plan.anchors is not None and plan.default is Tier.INT2
     assert (plan.anchors.tier, plan.anchors.score, plan.anchors.refresh, plan.anchors.alone) == (Tier.INT8, "linear", 0, True)
     assert recent_window("hyquant") == 128 and recent_window("uniform") == 64
-    for wrong in ({"rho": 1.5}, {"anchor_tier": "int2"}, {"tier": "bf16"}, {"score": "l2"}, {"refresh": -1}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} |tier BF16"):
+    wrongs: list[dict[str, object]] = [{"rho": 1.5}, {"rho": "a tenth"}, {"rho": math.nan}]
+    wrongs += [{"refresh": 1.5}, {"refresh": -1}, {"alone": "False"}]
+    wrongs += [{"anchor_tier": "int2"}, {"tier": "bf16"}, {"score": "l2"}]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))} .*accepted|tier BF16"):
             make_policy("hyquant", **wrong)
 
 

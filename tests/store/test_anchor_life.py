@@ -256,6 +256,17 @@ def test_the_rest_of_the_body_is_not_attended_where_anchors_are_alone() -> None:
     feed(store, one, list(range(400, 410)))
 
 
+def test_a_plan_that_leaves_anchors_alone_is_followed_from_then_on() -> None:
+    store = make_store()
+    one = store.add_sequence(plan(32))
+    feed(store, one, list(range(400)))
+    body = store.first_window_page(400) * PAGE_SIZE - PAGE_SIZE
+    for count, alone in ((32, True), (32, False), (0, True), (0, False)):
+        store.set_plan(one, plan(count, alone=alone))
+        for layer in range(L):
+            assert (attended(store, one, layer).sum(1) == 400 - alone * (body - count)).all()
+
+
 def test_a_step_where_nothing_is_due_sends_the_device_only_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks by layer and head are built when anchors or settled pages change, and never in between."""
     store = make_store()

@@ -236,6 +236,8 @@ def test_crop_lets_go_of_later_survivors_and_of_what_was_remembered() -> None:
     assert memory.cropped(200).positions == (10, 11)
     assert memory.cropped(200).until == 200
     assert memory.cropped(5).positions == ()
+    # tokens without an ask among them were looked at too
+    assert QueryMemory().grown([], [], None, 300).cropped(200).until == 200
 
 
 @pytest.mark.parametrize("tier", [Tier.BF16, Tier.INT4])
