@@ -97,7 +97,8 @@ def _literals(render: Render, units: Callable[[str], str]) -> Literals:
         last = Piece("", State.START, -1)
         for piece in pieces:
             # a message between the two that shows nothing, such as a call that the template ignores, would be taken for template text
-            if piece.message - last.message <= 1 or {piece.state, last.state} & {*_INST}:
+            is_hidden = last.state is State.START and any(m["role"] == "assistant" for m in probe.messages[: max(piece.message, 0)])
+            if piece.message - last.message <= 1 or ({piece.state, last.state} & {*_INST} and not is_hidden):
                 seen[last.state, piece.state][piece.before] = None
             last = piece
         if last.message == len(probe.messages) - 1:
@@ -120,7 +121,8 @@ def _drop_ambiguous_starts(literals: Literals) -> None:
     usual = [text for target in (State.INST, State.SCHEMA, State.USER) for text in literals.get((State.START, target), ())]
     for target in (State.ASSISTANT, State.REASONING, State.CALL, State.OBS):
         texts = literals.get((State.START, target), {})
-        for text in [t for t in texts if any(u.startswith(t) for u in usual)]:
+        # white space at a mark's end is optional, so it tells nothing apart
+        for text in [t for t in texts if any(u.startswith(t.rstrip(WHITESPACE)) for u in usual)]:
             del texts[text]
 
 
