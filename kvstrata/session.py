@@ -157,6 +157,10 @@ class Session:
             raise ValueError("token_ids is empty; a turn needs at least one token")
         start = time.perf_counter()
         spans = tag_ids(self.tokenizer, token_ids) if spans is None else spans
+        rows = int(self.model.config.get_text_config().vocab_size)
+        # a device that is asked for a row that is not there may be lost to the whole process
+        if wrong := [i for i in token_ids if not 0 <= i < rows]:
+            raise ValueError(f"token id {wrong[0]} is none of this model's; accepted: 0 to {rows - 1}")
         with self._all_or_nothing():
             reused = self._align(token_ids, spans)
             logits, n = [], len(token_ids)

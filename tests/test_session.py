@@ -15,7 +15,7 @@ from kvstrata.ops.quant import NonFiniteError
 from kvstrata.session import Session
 from kvstrata.store.arena import OutOfFramesError
 from kvstrata.store.store import Store
-from kvstrata.types import PAGE_SIZE, Role, Tier
+from kvstrata.types import PAGE_SIZE, Role, Span, Tier
 from tests.models import tiny
 
 Messages = list[dict[str, Any]]
@@ -229,6 +229,10 @@ def test_errors_leave_the_session_able_to_go_on(model: PreTrainedModel, tokenize
             session.chat([{"role": "narrator", "content": "x"}])
         with pytest.raises(ValueError, match="token_ids is empty"):
             session.feed([])
+        rows = model.get_input_embeddings().weight.shape[0]
+        for spans in (None, (Span(0, 2, Role.USER, 1),)):
+            with pytest.raises(ValueError, match=f"token id {rows} is none of this model's; accepted: 0 to {rows - 1}"):
+                session.feed([1, rows], spans)
         with pytest.raises(OutOfFramesError, match=r"asked for \d+ frames"):
             session.feed(ids + [5] * 5000, logits_to_keep=1)
         assert session.token_ids == held
