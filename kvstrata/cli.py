@@ -200,19 +200,8 @@ def tag(
         raise typer.Exit(1)
 
 
-@app.command()
-def calibrate(
-    model: Model,
-    traces: Annotated[list[str], typer.Option(help="As of eval; may be given more than once.")],
-    out_path: Annotated[Path, typer.Option("--out", help="The profile. What is measured lies beside it, and is not measured again.")],
-    limit: Annotated[int | None, typer.Option(help="Conversations of each source at most.", min=1)] = 8,
-    skip: Annotated[int, typer.Option(help="Conversations of each source to leave out first, such as those to be judged on.", min=0)] = 0,
-    codec: Codec = "planes",
-    seed: Annotated[int, typer.Option(help="Chooses the queries.", min=0)] = 0,
-    window: Annotated[int, typer.Option(help="Tokens of the recent window that will be kept at BF16.", min=0)] = 0,
-) -> None:
-    """Measure what coarsening each tag costs attention, for policy triaxial."""
-    from kvstrata.calibrate.run import calibrate as measure
+def _model_and_conversations(model: str, traces: list[str], out_path: Path, limit: int | None, skip: int) -> tuple[Any, Any, list[str]]:
+    """Once OUT can be written: the model, the conversations, and a line, said already, for each that is none."""
     from kvstrata.calibrate.run import samples
 
     with usage_errors():
@@ -227,6 +216,24 @@ def calibrate(
     failed = [line for f in found for line in f.errors] + failed
     for line in failed:
         complain(line)
+    return loaded, read, failed
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    traces: Annotated[list[str], typer.Option(help="As of eval; may be given more than once.")],
+    out_path: Annotated[Path, typer.Option("--out", help="The profile. What is measured lies beside it, and is not measured again.")],
+    limit: Annotated[int | None, typer.Option(help="Conversations of each source at most.", min=1)] = 8,
+    skip: Annotated[int, typer.Option(help="Conversations of each source to leave out first, such as those to be judged on.", min=0)] = 0,
+    codec: Codec = "planes",
+    seed: Annotated[int, typer.Option(help="Chooses the queries.", min=0)] = 0,
+    window: Annotated[int, typer.Option(help="Tokens of the recent window that will be kept at BF16.", min=0)] = 0,
+) -> None:
+    """Measure what coarsening each tag costs attention, for policy triaxial."""
+    from kvstrata.calibrate.run import calibrate as measure
+
+    loaded, read, failed = _model_and_conversations(model, traces, out_path, limit, skip)
     with usage_errors(), progress_bar() as progress:
         profile = measure(loaded, Path(model).name, read, out_path, codec=codec, seed=seed, window=window, progress=progress)
     made = profile.made
@@ -246,24 +253,9 @@ def train_intent(
     seed: Annotated[int, typer.Option(help="Draws tokens, weights and order.")] = 0,
 ) -> None:
     """Learn what policy intentkv's rule misses: the attention that later turns really pay. The model stays as it is."""
-    with usage_errors():
-        from kvstrata.eval.conversation import render
-        from kvstrata.eval.traces import load_traces
-        from kvstrata.intent.run import train_on
+    from kvstrata.intent.run import train_on
 
-        out_path.parent.mkdir(parents=True, exist_ok=True)
-        check_output("--out", out_path)
-        found = [load_traces(source, None if limit is None else skip + limit) for source in traces]
-    loaded, tokenizer = load_model(model)
-    failed = [line for f in found for line in f.errors]
-    conversations = []
-    for trace in [t for f in found for t in f.traces[skip:]]:
-        try:
-            conversations.append(render(tokenizer, trace))
-        except ValueError as error:
-            failed.append(str(error))
-    for line in failed:
-        complain(line)
+    loaded, conversations, failed = _model_and_conversations(model, traces, out_path, limit, skip)
     with usage_errors(), progress_bar() as progress:
         report = train_on(loaded, Path(model).name, conversations, out_path, epochs=epochs, seed=seed, progress=progress)
     kept = report["mass_kept"]

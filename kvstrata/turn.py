@@ -1,6 +1,6 @@
 """What a turn did, as a session reports it. Knows a store and tags; nothing of models."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -63,6 +63,7 @@ def turn_report(
     holes = sum(layout.dead_bytes(page.tier, PAGE_SIZE - round(_mean(store, page.tokens))) for page in s.survivors)
     evicted = sum(not page.frames for page in s.pages[: s.settled])
     full = evicted * layout.page_bytes(s.plan.thinning.tier) if s.plan.thinning is not None else 0
+    survivors = round(_mean(store, sum(page.tokens for page in s.survivors)))
     return TurnReport(
         turn=turn, tokens=n, tokens_by_tag_and_tier=_by_tag_and_tier(store, s, spans),
         bytes_stored=s.frames * layout.frame_bytes + bytes_queries + bytes_outside, bytes_dead=dead + holes,
@@ -70,10 +71,10 @@ def turn_report(
         bits_per_element=layout.bits_per_element(s.frames, n), reused_tokens=reused_tokens, new_tokens=n - reused_tokens, seconds=seconds,
         anchors=round(_mean(store, sum(page.tokens for page in s.anchors))),
         anchors_promoted=round(_mean(store, sum(page.promoted for page in s.anchors))),
-        bytes_queries=bytes_queries, survivors=round(_mean(store, sum(page.tokens for page in s.survivors))), thinned=s.thinned,
+        bytes_queries=bytes_queries, survivors=survivors, thinned=s.thinned,
         bytes_freed=full - sum(layout.page_bytes(page.tier) for page in s.survivors) if full else 0,
         peak_bytes=max(s.peak_frames, s.frames) * layout.frame_bytes + bytes_queries + bytes_outside,
-        peak_tokens=max(s.peak_tokens, round(float(_alive(store, s).sum()))), floor_bytes=floor_bytes,
+        peak_tokens=max(s.peak_tokens, sum(page.live_tokens for page in s.pages) + survivors), floor_bytes=floor_bytes,
     )  # fmt: skip
 
 
@@ -91,19 +92,11 @@ def _survival(store: Store, s: Sequence) -> dict[Tier, NDArray[np.float64]]:
     return shares
 
 
-def _alive(store: Store, s: Sequence) -> NDArray[np.float64]:
-    """Share of layers and KV heads in which each token lives, [tokens]."""
-    pages = np.array([page.live for page in s.pages], dtype=np.uint32)
-    bits = (pages[:, None] >> np.arange(PAGE_SIZE, dtype=np.uint32)) & 1
-    return bits.ravel()[: s.num_tokens].astype(np.float64) + sum(_survival(store, s).values(), np.zeros(s.num_tokens))
-
-
 def _by_tag_and_tier(store: Store, s: Sequence, spans: Seq[Span]) -> dict[tuple[str, str, str, str], int]:
     """Tokens by (age, modality, role, tier). A survivor counts for as much as there are layers and KV heads that keep it."""
     current = max((span.turn for span in spans), default=0)
-    counts: Counter[tuple[str, str, str, str]] = Counter()
+    tokens: defaultdict[tuple[str, str, str, str], float] = defaultdict(float)
     shares = _survival(store, s)
-    exact: dict[tuple[str, str, str, str], float] = {}
     for span in spans:
         tag = span.tag(current)
         name = (tag.age.name.lower(), tag.modality.value, tag.role.value)
@@ -111,14 +104,12 @@ def _by_tag_and_tier(store: Store, s: Sequence, spans: Seq[Span]) -> dict[tuple[
             at = slice(max(span.start, p * PAGE_SIZE), min(span.end, (p + 1) * PAGE_SIZE))
             page, n = s.pages[p], at.stop - at.start
             if page.frames or not shares:
-                counts[*name, page.tier.name] += n
+                tokens[*name, page.tier.name] += n
                 continue
+            rest = float(n)
             for tier, share in shares.items():
                 lived = float(share[at].sum())
-                exact[*name, tier.name] = exact.get((*name, tier.name), 0.0) + lived
-                n -= lived  # type: ignore[assignment]
-            exact[*name, Tier.EVICTED.name] = exact.get((*name, Tier.EVICTED.name), 0.0) + n
-    for key, value in exact.items():
-        if round(value):
-            counts[key] += round(value)
-    return dict(counts)
+                tokens[*name, tier.name] += lived
+                rest -= lived
+            tokens[*name, Tier.EVICTED.name] += rest
+    return {key: round(value) for key, value in tokens.items() if round(value)}

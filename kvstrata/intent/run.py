@@ -5,33 +5,23 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel
 
 import kvstrata
 from kvstrata.adapters.hf import store_config
+from kvstrata.calibrate.run import Sample
 from kvstrata.intent.lessons import Lesson, lessons
 from kvstrata.intent.train import split, train
 from kvstrata.ops.residual import HeadConfig
-from kvstrata.types import PAGE_SIZE, Span
+from kvstrata.types import PAGE_SIZE
 
 Progress = Callable[[str, int, int], None]
 
 
-class ConversationLike(Protocol):
-    """kvstrata.eval.conversation.Conversation, as far as it is needed."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def spans(self) -> Sequence[Span]: ...
-
-
 def train_on(
-    model: PreTrainedModel, name: str, conversations: Sequence[ConversationLike], out: Path, *, epochs: int = 12, seed: int = 0,
+    model: PreTrainedModel, name: str, conversations: Sequence[Sample], out: Path, *, epochs: int = 12, seed: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write OUT and OUT.json, whole or not at all; -> the report. Raises ValueError for too few conversations or turns."""
@@ -55,7 +45,7 @@ def train_on(
     return report
 
 
-def _taught(model: PreTrainedModel, conversation: ConversationLike, seed: int) -> list[Lesson]:
+def _taught(model: PreTrainedModel, conversation: Sample, seed: int) -> list[Lesson]:
     try:
         return lessons(model, conversation.token_ids, conversation.spans, seed=seed)
     except ValueError as error:

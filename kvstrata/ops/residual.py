@@ -105,7 +105,8 @@ class ResidualHead(nn.Module):
             with safe_open(str(path), "pt") as file:
                 metadata = file.metadata() or {}
                 head = cls(HeadConfig(**json.loads(metadata["config"])))
-                head.load_state_dict({name: file.get_tensor(name).float() for name in file.keys()})  # noqa: SIM118, a handle is no dict
+                names = list(file.keys())
+                head.load_state_dict({name: file.get_tensor(name).float() for name in names})
         except (OSError, SafetensorError, KeyError, TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is no residual head: {error}") from error
         if not all(p.isfinite().all() for p in head.parameters()):

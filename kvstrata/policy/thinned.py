@@ -32,6 +32,7 @@ class Thinned:
     may gather before the next choice. sinks, tiers: as for `uniform`.
     """
 
+    name: ClassVar[str]
     SCORE: ClassVar[str] = "recent"
 
     kept: float = 0.25
@@ -95,10 +96,6 @@ class Thinned:
             count, most = max(0, int(slots * fill) - self.slack), room
         return Plan(tuple(tiers), self.tier, thinning=self._thinning(count, most, frozenset([*fixed, *newest]), spans))
 
-    @property
-    def name(self) -> str:
-        raise NotImplementedError
-
     def _spared(self, spans: Sequence[Span], num_tokens: int, current_turn: int, body: range) -> tuple[list[int], list[int]]:
         """Pages of the body that are never evicted, and those of the newest turns, ascending."""
         tags = tags_by_token(spans, num_tokens, current_turn)
@@ -122,7 +119,7 @@ class IntentKV(Thinned):
     """
 
     SCORE: ClassVar[str] = "intent"
-    name = "intentkv"
+    name: ClassVar[str] = "intentkv"
 
     spare: tuple[Role, ...] = (Role.INST,)
     turns: int = 1
@@ -159,14 +156,14 @@ def _tags(spans: Sequence[Span]) -> bytes:
 class Streaming(Thinned):
     """StreamingLLM: the first page and the newest tokens."""
 
-    name = "streaming"
+    name: ClassVar[str] = "streaming"
 
 
 @dataclass(frozen=True, slots=True)
 class Recent(Thinned):
     """The newest tokens alone."""
 
-    name = "recent"
+    name: ClassVar[str] = "recent"
 
     sinks: int = 0
 
@@ -176,7 +173,7 @@ class SnapKV(Thinned):
     """SnapKV: the attention of the newest 64 queries, averaged over 7 neighbours, at each choice."""
 
     SCORE: ClassVar[str] = "newest"
-    name = "snapkv"
+    name: ClassVar[str] = "snapkv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,7 @@ class H2O(Thinned):
     """H2O: the attention that a token got so far, from all queries."""
 
     SCORE: ClassVar[str] = "received"
-    name = "h2o"
+    name: ClassVar[str] = "h2o"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,4 +189,4 @@ class Chance(Thinned):
     """Any tokens, the same each time."""
 
     SCORE: ClassVar[str] = "random"
-    name = "random"
+    name: ClassVar[str] = "random"

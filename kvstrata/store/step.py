@@ -79,7 +79,9 @@ class Step:
             s = change.sequence
             old = {i for page in s.pages[change.first :] for i in page.frames}
             new = [i for page in change.pages for i in page.frames if i not in old]
-            s.peak_frames = max(s.peak_frames, s.frames + len(new))
+            # most steps of decoding take no frame, and counting those held is not for nothing
+            if new:
+                s.peak_frames = max(s.peak_frames, s.frames + len(new))
             if s.plan.thinning is not None:
                 s.peak_tokens = max(s.peak_tokens, s.held_tokens + len(change.token_ids))
 

@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from kvstrata.calibrate.run import Sample
 from kvstrata.intent.lessons import MOST_CUTS, cuts_of, lessons
 from kvstrata.intent.run import train_on
 from kvstrata.intent.train import mass_kept, scores, split
@@ -73,7 +73,7 @@ def test_conversations_are_split_without_overlap() -> None:
 
 def test_training_is_deterministic_helps_and_its_head_is_taken(tmp_path: Path) -> None:
     model = tiny("llama")
-    told = [SimpleNamespace(id=str(i), token_ids=ids, spans=spans) for i in range(5) for ids, spans in [conversation(5, i)]]
+    told = [Sample(str(i), ids, spans) for i in range(5) for ids, spans in [conversation(5, i)]]
     out = [tmp_path / name for name in ("a.safetensors", "b.safetensors")]
     reports: list[dict[str, Any]] = [train_on(model, "tiny", told, path, epochs=4) for path in out]
     assert reports[0]["mass_kept"] == reports[1]["mass_kept"]
