@@ -4,8 +4,6 @@ greedy climbs each item's lower convex hull of (cost, loss) by marginal gain; ex
 nothing of tiers or pages.
 """
 
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,22 +16,33 @@ MOST_STATES = 20_000_000
 def hull(cost: Ints, loss: Floats) -> list[int]:
     """Choices of one item on the lower convex hull, ascending in cost from the cheapest one: each has less loss than the one before,
     and the gain for each unit of cost falls."""
-    order = sorted(range(len(cost)), key=lambda c: (cost[c], loss[c]))
-    kept: list[int] = []
-    for c in order:
-        if kept and loss[c] >= loss[kept[-1]]:
-            continue
-        while len(kept) > 1 and _gain(cost, loss, kept[-1], c) >= _gain(cost, loss, kept[-2], kept[-1]):
-            kept.pop()
-        if kept and cost[c] == cost[kept[-1]]:
-            kept.pop()
-        kept.append(c)
-    return kept
+    path = hulls(cost[None], loss[None])[0]
+    return [int(c) for c in path if c >= 0]
 
 
-def _gain(cost: Ints, loss: Floats, a: int, b: int) -> float:
-    step = int(cost[b] - cost[a])
-    return float(loss[a] - loss[b]) / step if step else float("inf")
+def hulls(cost: Ints, loss: Floats) -> Ints:
+    """hull of each item: cost, loss [items, choices] -> choices int64 [items, choices], -1 where a hull has ended."""
+    # choices first: a reduction over them is then one over whole rows
+    cost, loss = np.ascontiguousarray(cost.T), np.ascontiguousarray(loss.T)
+    choices, items = cost.shape
+    paths = np.full((choices, items), -1, np.int64)
+    rows = np.arange(items)
+    # the cheapest choice, of equally cheap ones the one that loses least
+    at = np.where(cost == cost.min(0), loss, np.inf).argmin(0)
+    for step in range(choices):
+        paths[step, rows] = at
+        here = np.arange(len(rows))
+        price, saved = cost - cost[at, here], loss[at, here] - loss
+        gain = np.where((price > 0) & (saved > 0), saved / np.maximum(price, 1), 0.0)
+        best = gain.max(0)
+        more = np.flatnonzero(best)
+        if not len(more):
+            break
+        if len(more) < len(rows):
+            rows, cost, loss, gain, price, best = rows[more], cost[:, more], loss[:, more], gain[:, more], price[:, more], best[more]
+        # of choices on one line the last: those between are no corners
+        at = np.where(gain == best, price, -1).argmax(0)
+    return paths.T
 
 
 def greedy(cost: Ints, loss: Floats, limit: int, preference: Floats) -> Ints:
@@ -41,23 +50,30 @@ def greedy(cost: Ints, loss: Floats, limit: int, preference: Floats) -> Ints:
 
     preference [items]: among equal gains, the lowest goes first. A step that does not fit is left out, and cheaper ones may follow.
     """
-    items = len(cost)
-    paths: dict[bytes, list[int]] = {}
-    steps: list[tuple[float, float, int, int, int]] = []
-    chosen = np.zeros(items, np.int64)
-    for i in range(items):
-        # pages of one kind are many: one hull serves them all
-        key = cost[i].tobytes() + loss[i].tobytes()
-        if key not in paths:
-            paths[key] = hull(cost[i], loss[i])
-        path = paths[key]
-        chosen[i] = path[0]
-        steps += [(-_gain(cost[i], loss[i], a, b), float(preference[i]), i, a, b) for a, b in pairwise(path)]
-    left = limit - int(cost[np.arange(items), chosen].sum())
-    for _, _, i, a, b in sorted(steps):
-        price = int(cost[i, b] - cost[i, a])
-        if chosen[i] == a and price <= left:
-            chosen[i], left = b, left - price
+    if not len(cost):
+        return np.zeros(0, np.int64)
+    by_preference = np.argsort(preference, kind="stable")
+    cost, loss = cost[by_preference], loss[by_preference]
+    paths = hulls(cost, loss)
+    item, step = np.nonzero(paths[:, 1:] >= 0)
+    before, after = paths[item, step], paths[item, step + 1]
+    price = cost[item, after] - cost[item, before]
+    # a hull's gains fall, so an item's steps keep their order
+    order = np.argsort((loss[item, after] - loss[item, before]) / price, kind="stable")
+    price = price[order]
+    left = limit - int(cost[np.arange(len(cost)), paths[:, 0]].sum())
+    fits = int(np.searchsorted(np.cumsum(price), left, side="right"))
+    taken = np.bincount(item[order[:fits]], minlength=len(cost))
+    left -= int(price[:fits].sum())
+    # past the first step that is too dear, those that still fit
+    for i in fits + np.flatnonzero(price[fits:] <= left):
+        if price[i] <= left and taken[item[order[i]]] == step[order[i]]:
+            taken[item[order[i]]] += 1
+            left -= int(price[i])
+            if not left:
+                break
+    chosen = np.empty(len(cost), np.int64)
+    chosen[by_preference] = paths[np.arange(len(cost)), taken]
     return chosen
 
 

@@ -75,6 +75,17 @@ def test_exact_is_the_best_of_all_choices(table, limit):
     assert loss[rows, climbed].sum() - best <= (loss.max(1) - loss.min(1)).max() + 1e-9
 
 
+def test_greedy_climbs_in_the_order_of_gains_and_fills_what_is_left():
+    # steps by gain: item 1 0->2 (10 each), item 0 0->2 (4), item 2 0->4 (2, does not fit), then item 0 2->3 (1), which does
+    cost = np.array([[0, 2, 3], [0, 2, 8], [0, 4, 9]], np.int64)
+    loss = np.array([[20.0, 12.0, 11.0], [30.0, 10.0, 9.0], [9.0, 1.0, 1.0]])
+    assert greedy(cost, loss, 5, np.zeros(3)).tolist() == [2, 1, 0]
+    assert greedy(cost, loss, -1, np.zeros(3)).tolist() == [0, 0, 0]
+    # of equals the one with the lowest preference, whatever its place
+    alike = np.array([[5.0, 1.0, 1.0]] * 3)
+    assert greedy(np.array([[0, 2, 3]] * 3, np.int64), alike, 4, np.array([2.0, 0.0, 1.0])).tolist() == [0, 1, 1]
+
+
 def test_hull_drops_what_a_mixture_beats():
     # at cost 3 a mixture of costs 2 and 4 loses (10 + 2) / 2 = 6 < 7
     assert hull(np.array([2, 3, 4, 8]), np.array([10.0, 7.0, 2.0, 2.0])) == [0, 2]
