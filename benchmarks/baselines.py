@@ -24,27 +24,32 @@ def best_bf16(q: Tensor, heads: int, tokens: int) -> dict[str, float]:
     return times
 
 
-def fa3_fp8(q: Tensor, heads: int, tokens: int, library: str, page: int = 64) -> Callable[[], Tensor]:
-    """FlashAttention 3 as vLLM builds it (`library`: the path of its _vllm_fa3_C.abi3.so), one query a sequence over a paged fp8 cache."""
+def fa3_fp8(q: Tensor, heads: int, tokens: int, library: str) -> Callable[[], Tensor]:
+    return fa3(q, heads, tokens, library, torch.float8_e4m3fn)
+
+
+def fa3(q: Tensor, heads: int, tokens: int, library: str, dtype: torch.dtype = torch.bfloat16, page: int = 64) -> Callable[[], Tensor]:
+    """FlashAttention 3 as vLLM builds it (`library`: the path of its _vllm_fa3_C.abi3.so), one query a sequence over a paged cache of
+    bfloat16 or fp8."""
     if "fa3" not in sys.modules:
         torch.ops.load_library(library)
         sys.modules["fa3"] = sys.modules[__name__]
     b, hq, d = q.shape
     pages = tokens // page
-    k, v = (torch.randn(b * pages, page, heads, d, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    k, v = (torch.randn(b * pages, page, heads, d, device="cuda").to(dtype) for _ in range(2))
     table = torch.randperm(b * pages, device="cuda").int().view(b, pages)
-    q8 = q.to(torch.float8_e4m3fn)
+    cast = q.to(dtype)
     cu = torch.arange(b + 1, dtype=torch.int32, device="cuda")
     used = torch.full((b,), tokens, dtype=torch.int32, device="cuda")
-    one = torch.ones(b, heads, device="cuda")
+    one = None if dtype is torch.bfloat16 else torch.ones(b, heads, device="cuda")
     out = torch.empty(b, hq, d, dtype=torch.bfloat16, device="cuda")
     plan = torch.ops._vllm_fa3_C.get_scheduler_metadata(
-        b, 1, tokens, hq, heads, d, d, torch.float8_e4m3fn, used, cu, None, None, None, None, page, 0, True, -1, -1, False, 0, None, 0
+        b, 1, tokens, hq, heads, d, d, dtype, used, cu, None, None, None, None, page, 0, True, -1, -1, False, 0, None, 0
     )  # fmt: skip
 
     def run() -> Tensor:
         result: Tensor = torch.ops._vllm_fa3_C.fwd(
-            q8, k, v, None, None, None, out, cu, None, None, None, used, 1, tokens, table, None, None, None, None, None, one, one, one,
+            cast, k, v, None, None, None, out, cu, None, None, None, used, 1, tokens, table, None, None, None, None, None, one, one, one,
             d**-0.5, True, -1, -1, 0.0, True, plan, 0, None, 0, None, 1, 0, None)[0]  # fmt: skip
         return result
 

@@ -1,14 +1,18 @@
 """Decode over anchors in the geometry of Qwen3-8B, beside the best bf16 kernel: HyQuant's Tables 6 to 8, attention alone.
 
+    python -m benchmarks.bench_hyquant [--fa3 path/of/_vllm_fa3_C.abi3.so]
+
 A layer's attention is timed and multiplied by 36; nothing else of the model runs. A sequence has a sink page and the window of 128 tokens,
 at its mean width, 192, in BF16; of the other tokens 5% are anchors, each KV head its own, and the rest, their bits cleared, INT2 or INT4.
 """
 
+import argparse
 import statistics
+import time
 
 import torch
 
-from benchmarks.baselines import best_bf16
+from benchmarks.baselines import best_bf16, fa3
 from benchmarks.bench_decode import HEAD_DIM, HEADS, kernels
 from benchmarks.common import check, copy_bandwidth, microseconds, random_arena, relative_error, save, softmax_scale
 from kvstrata.config import StoreConfig
@@ -39,7 +43,8 @@ def live(tier: Tier) -> dict[Tier, float]:
 
 
 def choosing(tokens: int) -> dict[str, object]:
-    """Microseconds of one layer's `Step.write` in decoding one sequence: where anchors are chosen anew, and where they are not."""
+    """Microseconds of one layer's `Step.write` in decoding one sequence, on the device, and of the whole step of a store of one layer, by
+    the clock: where anchors are chosen anew, and where they are not."""
     geometry = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": HEAD_DIM, "window": 128}
     layout = Layout.of(StoreConfig(**geometry, num_frames=2))
     store = Store(StoreConfig(**geometry, num_frames=2 * layout.frames_for(tokens + 1024)), "cuda")
@@ -51,6 +56,8 @@ def choosing(tokens: int) -> dict[str, object]:
     sequence, times = store.add_sequence(plan(tokens)), {}
     for i, new in enumerate([tokens] + [1] * 160):
         q, k, v = (torch.randn(new, n, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for n in (HEADS * GROUP, HEADS, HEADS))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
         step = store.begin([sequence], [[i] * new])
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -58,13 +65,22 @@ def choosing(tokens: int) -> dict[str, object]:
         end.record()
         chosen = store.sequence(sequence).chosen_at
         step.commit()
-        store.set_plan(sequence, plan(tokens + i + 1))
         torch.cuda.synchronize()
-        times.setdefault((new, store.sequence(sequence).chosen_at != chosen), []).append(begin.elapsed_time(end) * 1e3)
-    return {"tokens": tokens, "choose_us": statistics.median(times[1, True]), "plain_us": statistics.median(times[1, False])}
+        took = time.perf_counter() - start
+        store.set_plan(sequence, plan(tokens + i + 1))
+        kind = new, store.sequence(sequence).chosen_at != chosen
+        times.setdefault(kind, []).append((begin.elapsed_time(end) * 1e3, took * 1e6))
+    out: dict[str, object] = {"tokens": tokens}
+    for name, kind in (("choose", (1, True)), ("plain", (1, False))):
+        write, step_us = (statistics.median(x) for x in zip(*times[kind], strict=True))
+        out |= {f"{name}_us": write, f"{name}_step_us": step_us}
+    return out
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fa3", help="path of vLLM's _vllm_fa3_C.abi3.so: adds FlashAttention 3 with a paged bf16 cache")
+    options, _ = parser.parse_known_args()
     for tier, anchor_tier in SETTINGS:
         arena, table, _ = random_arena(counts(2048, 2, tier, anchor_tier), HEADS, HEAD_DIM, live_fraction=live(tier))
         q = torch.randn(2, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
@@ -74,7 +90,8 @@ def main() -> None:
     writes = [choosing(tokens) for tokens in (8192, 32768)]
     for row in writes:
         print(
-            f"{row['tokens']}: writing a layer's token {row['plain_us']:.0f} us, with choosing anchors {row['choose_us']:.0f} us",
+            f"{row['tokens']}: writing a layer's token {row['plain_us']:.0f} us, with choosing anchors {row['choose_us']:.0f} us; "
+            f"steps {row['plain_step_us']:.0f} and {row['choose_step_us']:.0f} us",
             flush=True,
         )
     copy, scale = copy_bandwidth(), softmax_scale(HEAD_DIM)
@@ -83,6 +100,8 @@ def main() -> None:
         for batch in BATCHES:
             q = torch.randn(batch, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
             base = best_bf16(q, HEADS, tokens)
+            if options.fa3:
+                base["fa3"] = microseconds(fa3(q, HEADS, tokens, options.fa3), budget_ms=20)
             bf16 = min(base.values())
             line = []
             for tier, anchor_tier in SETTINGS:

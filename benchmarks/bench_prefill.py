@@ -1,13 +1,16 @@
 """A prompt's attention in 8 bits with lines and a window whole: time against bf16 SDPA, and error against uniform quantization.
 
-    python -m benchmarks.bench_prefill [--activations FILE ...]
+    python -m benchmarks.bench_prefill [--activations FILE ... [--lengths 16384,32768] [--no-times]]
 
-Times: the geometry of Qwen3-8B, 5% lines, random numbers; "pack" is the pass that quantizes, part of `us`; how lines are chosen is not.
+Times, launched as a CUDA graph (`us`) and one by one (`eager_us`): the geometry of Qwen3-8B, 5% lines, random numbers; "pack" is the pass
+that quantizes, part of both; how lines are chosen is not.
 Errors: FILEs are what `python -m kvstrata.eval.activations` wrote of a real model. Uniform quantization is the same operator without lines
 or window, after SageAttention: codes of Q and K with a scale a row and a tile, K's mean taken off, P·V in fp8.
 """
 
 import argparse
+import itertools
+import json
 from functools import partial
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from benchmarks.common import check, microseconds, relative_error, save, softmax_scale
+from benchmarks.common import RESULTS, check, microseconds, relative_error, save, softmax_scale
 from kvstrata.eval.activations import read
 from kvstrata.ops import prefill_cuda
 from kvstrata.ops.prefill import Precision, prefill, prefill_ref
@@ -74,26 +77,36 @@ def times(tokens: int) -> list[dict[str, object]]:
     for scores in SCORES:
         how = {"window": WINDOW, "scores": scores}
         us = microseconds(partial(prefill_cuda.prefill_cuda, q, k, v, lines, scale, **how))
+        eager = microseconds(partial(prefill_cuda.prefill_cuda, q, k, v, lines, scale, **how), graph=False)
         packed = prefill_cuda.pack(k, v, lines, smooth=True, **how)
         attend_us = microseconds(partial(prefill_cuda.attend, q, k, v, packed, scale, **how))
         flops = 2 * HEADS * GROUP * HEAD_DIM * tokens * (tokens + 1)
-        row = {"tokens": tokens, "scores": scores, "us": us, "attend_us": attend_us, "tflops": flops / us / 1e6, "over_bf16": us / best}
+        row = {
+            "tokens": tokens,
+            "scores": scores,
+            "us": us,
+            "eager_us": eager,
+            "attend_us": attend_us,
+            "tflops": flops / us / 1e6,
+            "over_bf16": us / best,
+        }
         row |= {"attend_over_bf16": attend_us / best} | {f"{n}_us": t for n, t in bf16.items()}
         if tokens == TOKENS[0]:
             run = partial(prefill_triton, q, k, v, lines, scale, window=WINDOW, precision=Precision(scores))
             row["triton_us"] = microseconds(run, graph=False)
         rows.append(row)
-        ratios = f"{us / best:.3f} of bf16 ({attend_us / best:.3f} without the pass)"
+        ratios = f"{us / best:.3f} of bf16, launched one by one {eager / best:.3f} ({attend_us / best:.3f} without the pass)"
         print(f"  {scores}: {us / 1e3:.3f} ms, {row['tflops']:.0f} TFLOP/s, {ratios}", flush=True)
     return rows
 
 
-def errors(path: str) -> list[dict[str, object]]:
-    """Mean squared error over the output's mean square, of all queries and of those of the second half."""
+def errors(path: str, lengths: list[int]) -> list[dict[str, object]]:
+    """Mean squared error over the output's mean square, of all queries and of those of the second half, over the first tokens of the
+    context, as many as `lengths` say, or all where it is empty."""
     layers, made = read(path)
     rows = []
-    for layer, parts in layers.items():
-        q, k, v = (parts[name].cuda() for name in "qkv")
+    for layer, tokens in itertools.product(layers, lengths or [made["tokens"]]):
+        q, k, v = (layers[layer][name][:tokens].cuda() for name in "qkv")
         scale, half = softmax_scale(q.shape[2]), len(q) // 2
         x = exact(q, k, v, scale)
         mass = column_scores(q[-NUM_QUERIES:], k, scale)[:, : len(k) - WINDOW]
@@ -116,13 +129,32 @@ def errors(path: str) -> list[dict[str, object]]:
     return rows
 
 
+def save_errors(rows: list[dict[str, object]]) -> None:
+    """With what other runs have found on other layers and lengths of context: they need not all be carried to the GPU at once."""
+
+    def key(row: dict[str, object]) -> str:
+        return json.dumps([row[x] for x in ("activations", "layer", "tokens", "scores")], sort_keys=True)
+
+    path = RESULTS / "prefill_error.json"
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    new = {key(row) for row in rows}
+    save("prefill_error", [row for row in old if key(row) not in new] + rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--activations", nargs="*", default=[], help="files that kvstrata.eval.activations wrote")
+    parser.add_argument(
+        "--lengths", default="", help="lengths of context to look at of each file, with commas between; all of it by default"
+    )
+    parser.add_argument("--times", action=argparse.BooleanOptionalAction, default=True, help="whether anything is timed")
     options, _ = parser.parse_known_args()
+    lengths = [int(x) for x in options.lengths.split(",") if x]
     check_all()
     if options.activations:
-        save("prefill_error", [row for path in options.activations for row in errors(path)])
+        save_errors([row for path in options.activations for row in errors(path, lengths)])
+    if not options.times:
+        return
     rows: list[dict[str, object]] = []
     for tokens in TOKENS:
         rows += times(tokens)

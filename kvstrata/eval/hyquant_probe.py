@@ -56,7 +56,8 @@ def coverage(q: Tensor, k: Tensor, scale: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays whole besides a coarsened body: the first page, the window of recent tokens, a share of anchors."""
+    """What stays whole besides a coarsened body: the first page, the window of recent tokens, a share of anchors; these in full precision
+    or, in pages of their own, as `anchors` has them at Tier.INT8."""
 
     label: str
     codec: Codec
@@ -64,6 +65,7 @@ class Kept:
     sinks: bool = False
     window: int = 0
     rho: float = 0.0
+    anchors: Codec | None = None
 
 
 @torch.no_grad()
@@ -84,16 +86,28 @@ def output_error(q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, kep
     pages = [x[:, body].transpose(0, 1).unflatten(0, (-1, PAGE_SIZE)) for x in (k, v)]
     coarse = [x.flatten(0, 1).transpose(0, 1) for x in codec.decode(codec.encode(pages[0], pages[1], kept.tier), kept.tier, k.shape[2])]
     stored = [x.clone() for x in (k, v)]
-    for out, x, whole in zip(stored, coarse, (k, v), strict=True):
+    for out, x in zip(stored, coarse, strict=True):
         out[:, body] = x
-        if kept.rho:
-            score = column_scores(q[:, length - NUM_QUERIES : length].transpose(0, 1), k[:, :length].transpose(0, 1), scale)[:, body]
-            best = body.start + score.topk(round(kept.rho * score.shape[1]), dim=1).indices
-            for head, positions in enumerate(best):
-                out[head, positions] = whole[head, positions]
+    if kept.rho:
+        score = column_scores(q[:, length - NUM_QUERIES : length].transpose(0, 1), k[:, :length].transpose(0, 1), scale)[:, body]
+        best = (body.start + score.topk(round(kept.rho * score.shape[1]), dim=1).indices)[..., None].expand(-1, -1, k.shape[2])
+        whole = [x.gather(1, best) for x in (k, v)]
+        for out, x in zip(stored, whole if kept.anchors is None else through(kept.anchors, *whole), strict=True):
+            out.scatter_(1, best, x)
     positions = torch.arange(length, end)
     full, got = (attention(q[:, length:end], a, positions, scale) @ b[:, None] for a, b in ((k, v), (stored[0], stored[1])))
     return float(((got - full).square().mean((2, 3)) / full.square().mean((2, 3)).clamp(min=1e-20)).mean())
+
+
+def through(codec: Codec, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k, v [H, n, D], the most wanted first, as they come back from pages of 32 at INT8. A last page that is not full repeats its first."""
+    n, pages = k.shape[1], []
+    for x in (k, v):
+        first = n // PAGE_SIZE * PAGE_SIZE
+        x = torch.cat([x, x[:, first : first + 1].expand(-1, -n % PAGE_SIZE, -1)], 1)
+        pages.append(x.transpose(0, 1).unflatten(0, (-1, PAGE_SIZE)))
+    back = codec.decode(codec.encode(pages[0], pages[1], Tier.INT8), Tier.INT8, k.shape[2])
+    return back[0].flatten(0, 1).transpose(0, 1)[:, :n], back[1].flatten(0, 1).transpose(0, 1)[:, :n]
 
 
 def overhead(

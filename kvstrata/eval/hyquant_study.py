@@ -1,8 +1,8 @@
 """HyQuant's comparison on our models: anchors beside a low-bit body, third planes instead, windows, shares, refreshing, what few keys take.
 
 python -m kvstrata.eval.hyquant_study --out docs/results/hyquant [--model qwen05] [--rows anchors,pages,turns,...] [--places 0,20]
-writes OUT.json after each run and OUT.md from it. What OUT.json holds already is not run again, so an interrupted study goes on where
-it stopped, and several may write one file. Knows nothing of how a setting is run.
+writes OUT.json after each run and OUT.md from it. What OUT.json holds already is not run again but with --again, so an interrupted study
+goes on where it stopped, and several may write one file. Knows nothing of how a setting is run.
 """
 
 import json
@@ -36,7 +36,7 @@ from kvstrata.types import Span, Tier
 
 SOURCE, PLACES = "bfcl:multi_turn_base", "0,20"
 """Conversations of 4,800 tokens and more; those that the probes for the figures below were made on."""
-GROUPS = ("anchors", "pages", "turns", "window", "alone", "coverage", "error", "generation")
+GROUPS = ("anchors", "pages", "turns", "window", "alone", "coverage", "error", "formats", "generation")
 SLACK = 64
 LENGTHS = (1024, 2048, 4096)
 GENERATED = 320
@@ -139,10 +139,7 @@ def run_row(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: Row
 # from one forward pass
 
 
-def attention_of(
-    model: PreTrainedModel, conversation: Conversation, lengths: Sequence[int] = LENGTHS
-) -> tuple[list[dict[str, float]], dict[int, dict[str, list[float]]]]:
-    """Coverage of each layer, and by length and what is kept the error of each layer's output."""
+def what_is_kept() -> list[Kept]:
     planes, paper = make_codec("planes"), make_codec("hyquant")
     whole = partial(Kept, sinks=True, window=64)
     kept = [whole("INT8", planes, Tier.INT8), Kept("INT4, no sinks, no window", planes, Tier.INT4)]
@@ -150,6 +147,24 @@ def attention_of(
     for tier in (Tier.INT4, Tier.INT2):
         kept += [whole(f"{tier.name}{f' + {r:.0%}' if r else ''}", planes, tier, rho=r) for r in (0.0, 0.01, 0.05)]
     kept += [whole(f"paper's INT4 tiles{f' + {r:.0%}' if r else ''}", paper, Tier.INT4, rho=r) for r in (0.0, 0.05)]
+    return kept
+
+
+def anchor_formats() -> list[Kept]:
+    """Anchors of eight bits in one format and another: the store's own, and those that scale each token or each page of 32."""
+    codecs = {"BF16": None, "INT8": "planes", "int8, a scale a token": "int8", "FP8 e4m3": "hyquant-fp"}
+    planes, whole = make_codec("planes"), partial(Kept, sinks=True, window=64)
+    return [
+        whole(f"{tier.name} + {rho:.0%} {label}", planes, tier, rho=rho, anchors=make_codec(name) if name else None)
+        for tier, rho in ((Tier.INT2, 0.05), (Tier.INT4, 0.02))
+        for label, name in codecs.items()
+    ]
+
+
+def attention_of(
+    model: PreTrainedModel, conversation: Conversation, kept: Sequence[Kept], lengths: Sequence[int] = LENGTHS
+) -> tuple[list[dict[str, float]], dict[int, dict[str, list[float]]]]:
+    """Coverage of each layer, and by length and what is kept the error of each layer's output."""
     covered: list[dict[str, float]] = []
     errors: dict[int, dict[str, list[float]]] = {n: {x.label: [] for x in kept} for n in lengths if n + 64 <= len(conversation)}
 
@@ -189,6 +204,7 @@ def main(
     places: Annotated[str, typer.Option(help="Which of its conversations.")] = PLACES,
     only: Annotated[str, typer.Option(help="Labels of rows to run, separated by semicolons; all by default.")] = "",
     generated: Annotated[int, typer.Option(help="Tokens of the long generation.")] = GENERATED,
+    again: Annotated[bool, typer.Option(help="Run rows that OUT.json holds already, and replace them.")] = False,
 ) -> None:
     path, at, groups = out.with_suffix(".json"), [int(x) for x in places.split(",")], rows.split(",")
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": []}
@@ -200,10 +216,11 @@ def main(
         return [r for r in all_rows if r.group in groups and (not only or r.label in only.split(";"))]
 
     for trace in (traces[i] for i in at):
-        study(loaded, tokenizer, name, trace, chosen(make_rows()), data, out)
-        if {"coverage", "error"} & set(groups):
-            from_one_pass(loaded, tokenizer, name, trace, data, out)
-        generate(loaded, tokenizer, name, trace, chosen(generation_rows()), generated, data, out)
+        study(loaded, tokenizer, name, trace, chosen(make_rows()), data, out, again)
+        for group, kept in (("error", what_is_kept()), ("formats", anchor_formats())):
+            if group in groups or (group == "error" and "coverage" in groups):
+                from_one_pass(loaded, tokenizer, name, trace, group, kept, data, out)
+        generate(loaded, tokenizer, name, trace, chosen(generation_rows()), generated, data, out, again)
 
 
 def study(
@@ -214,9 +231,10 @@ def study(
     rows: Sequence[Row],
     data: dict[str, Any],
     out: Path,
+    again: bool = False,
 ) -> None:
-    """Run what is missing of `rows` on one conversation."""
-    missing = [r for r in rows if not _has(data, name, trace.id, r.group, r.label)]
+    """Run what is missing of `rows`, or all of them again, on one conversation."""
+    missing = [r for r in rows if again or not _has(data, name, trace.id, r.group, r.label)]
     for protocol in dict.fromkeys(r.protocol for r in missing):
         task = make_task(protocol, render(tokenizer, trace))
         reference = run_reference(model, task)
@@ -225,29 +243,33 @@ def study(
 
 
 def from_one_pass(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, trace: Trace, data: dict[str, Any], out: Path
-) -> None:
-    if _has(data, name, trace.id, "coverage", "coverage"):
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, trace: Trace, group: str, kept: Sequence[Kept],
+    data: dict[str, Any], out: Path,
+) -> None:  # fmt: skip
+    """Errors of what is kept, as rows of `group`, and coverage, which comes with the group "error"."""
+    coverage_is_there = _has(data, name, trace.id, "coverage", "coverage")
+    if coverage_is_there and (group == "error" or any(_has(data, name, trace.id, group, f"{n}") for n in LENGTHS)):
         return
     conversation = render(tokenizer, trace)
-    covered, errors = attention_of(model, conversation)
+    covered, errors = attention_of(model, conversation, kept)
     base = {"model": name, "trace": trace.id, "tokens": len(conversation)}
     mean = {key: float(np.mean([c[key] for c in covered])) for key in covered[0]}
     for n, of in errors.items():
         add(
             data,
             out,
-            base | {"group": "error", "label": f"{n}", "mse": {label: float(np.mean(x)) for label, x in of.items()}, "layers": of},
+            base | {"group": group, "label": f"{n}", "mse": {label: float(np.mean(x)) for label, x in of.items()}, "layers": of},
         )
-    add(data, out, base | {"group": "coverage", "label": "coverage", "share": mean})
+    if not coverage_is_there:
+        add(data, out, base | {"group": "coverage", "label": "coverage", "share": mean})
 
 
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, trace: Trace, rows: Sequence[Row], count: int,
-    data: dict[str, Any], out: Path,
+    data: dict[str, Any], out: Path, again: bool = False,
 ) -> None:  # fmt: skip
-    """Run what is missing of `rows` along one long reply."""
-    missing = [r for r in rows if not _has(data, name, trace.id, r.group, r.label)]
+    """Run what is missing of `rows`, or all of them again, along one long reply."""
+    missing = [r for r in rows if again or not _has(data, name, trace.id, r.group, r.label)]
     if not missing:
         return
     context = reporting(tokenizer, trace)
@@ -270,7 +292,7 @@ def key(run: dict[str, Any]) -> tuple[str, str, str, str]:
 
 def add(data: dict[str, Any], out: Path, run: dict[str, Any]) -> None:
     """Both files, whole or not at all, with what another run of the study has added since."""
-    data["runs"].append(run)
+    data["runs"] = [r for r in data["runs"] if key(r) != key(run)] + [run]
     print(*key(run), f"KL {run['kl']:.4f}" if "kl" in run else "", f"{run['bits']:.2f} bits" if "bits" in run else "", flush=True)
     study_file.save(data, out, key, markdown)
 
@@ -291,7 +313,7 @@ def markdown(data: dict[str, Any]) -> str:
             rows = [pooled(x) | _more(x) for x in of.values() if len(x) == len(these)]
             tables.append((group, f"{model}, {mine[0]['protocol']}, {' and '.join(these)}", sorted(rows, key=lambda r: r["bits"])))
     tables = [t for t in tables if t[2]]
-    rest = {group: [r for r in runs if r["group"] == group] for group in ("coverage", "error", "generation")}
+    rest = {group: [r for r in runs if r["group"] == group] for group in ("coverage", "error", "formats", "generation")}
     return study_file.render("hyquant.md.j2", tables=tables, verdicts=verdicts(runs), overhead=overhead(), **rest)
 
 

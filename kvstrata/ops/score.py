@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvstrata.ops import backend
 from kvstrata.types import check_score
 
 NUM_QUERIES = 64
@@ -20,6 +21,15 @@ def column_scores(q: Tensor, k: Tensor, scale: float, score: str = "mass", visib
     linear: scale * (mean of q over queries, summed over the group's heads)·k (Algorithm 1). Raises ValueError for an unknown score.
     """
     check_score(score)
+    if score == "mass" and backend.use_triton(k) and q.dtype == k.dtype and k.dtype in (torch.bfloat16, torch.float16):
+        from kvstrata.ops.score_kernel import mass_triton
+
+        return mass_triton(q, k, scale, visible)
+    return column_scores_ref(q, k, scale, score, visible)
+
+
+def column_scores_ref(q: Tensor, k: Tensor, scale: float, score: str = "mass", visible: Tensor | None = None) -> Tensor:
+    """The mathematics of `column_scores`, on any device."""
     t, hq, d = q.shape
     n, h, _ = k.shape
     grouped = q.float().view(t, h, hq // h, d)

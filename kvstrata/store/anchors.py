@@ -56,7 +56,7 @@ class AnchorJob:
         self._frames = torch.tensor(frames, dtype=torch.int32, device=device)
         # by layer: positions int64 and whether they were whole, bool, [H, count] each; fetched from the device once, at the end
         self._chosen: dict[int, tuple[Tensor, Tensor]] = {}
-        self._stored = Contents(store, s)
+        self._stored = Contents(store, s, self.num_tokens)
 
     @staticmethod
     def num_pages(anchors: Anchors, pages: list[Page], settled: int) -> int:
@@ -86,7 +86,7 @@ class AnchorJob:
     def _contents(self, layer: int, arena: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All tokens' K and V [n, H, D] in the pages' dtype, which of them [n, H] never were in planes, and which are there at all."""
         s = self.sequence
-        keys, values, whole, there = self._stored.read(layer, arena, self.num_tokens)
+        keys, values, whole, there = self._stored.read(layer, arena)
         new = slice(s.num_tokens, self.num_tokens)
         keys[new], values[new], whole[new], there[new] = k[self._rows], v[self._rows], True, True
         return keys, values, whole, there

@@ -43,7 +43,7 @@ class Watch:
             self._asked = asked(thinning, max(self._before, s.memory.until), self._after)
         self._queries: dict[int, Tensor] = {}
         self._received: dict[int, Tensor] = {}
-        self._contents = Contents(store, s) if thinning.score == "received" or thinning.residual is not None else None
+        self._contents = Contents(store, s, self._after) if thinning.score == "received" or thinning.residual is not None else None
         self._scale = s.scale
 
     def write(self, layer: int, arena: Tensor, k: Tensor, v: Tensor, q: Tensor, scale: float) -> None:
@@ -53,7 +53,7 @@ class Watch:
             at = torch.tensor([self._rows.start + p - self._before for p, _ in self._asked], device=q.device)
             self._queries[layer] = q[at].detach().to(self._store.dense_dtype)
         if self._contents is not None:
-            keys, _, _, there = self._contents.read(layer, arena, self._after)
+            keys, _, _, there = self._contents.read(layer, arena)
             keys[self._before :], there[self._before :] = k[self._rows], True
             self._received[layer] = self._attention(keys, there, q[self._rows].to(keys.dtype), scale)
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvstrata.config import StoreConfig
 from kvstrata.ops import dense
-from kvstrata.ops.write import read_dense
+from kvstrata.ops.read import read_pages
 from kvstrata.store.anchors import eligible
 from kvstrata.store.arena import Arena, OutOfFramesError
-from kvstrata.store.contents import overlay, tokens_of
+from kvstrata.store.contents import Overlay, tokens_of
 from kvstrata.store.gathered import EMPTY, Gathered, keep
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Page, Sequence
@@ -208,8 +208,8 @@ class Store:
 
     def read_pages(self, arena: Tensor, frames: Tensor, tier: Tier) -> tuple[Tensor, Tensor]:
         """Pages of one layer in floating point: frames int32 [P, n] -> k, v [P, 32, H, D], v as stored."""
-        if tier is Tier.BF16:
-            return read_dense(arena, frames, self.config.head_dim, self.dense_dtype)
+        if tier is Tier.BF16 or self.layout.codec.name == "planes":
+            return read_pages(arena, frames, tier, self.config.head_dim, self.dense_dtype)
         return self.layout.decode(arena[frames.long()], tier, self.config.head_dim)
 
     # precision and residency
@@ -320,8 +320,8 @@ class Store:
                 if page.frames:
                     content = [self.read_pages(arena, self._frames_tensor(page), page.tier) for arena in self.arena.buffer]
                     if s.anchors:
-                        for layer, (k, v) in enumerate(content):
-                            overlay(self, layer, self.arena.buffer[layer], s.anchors, k[0], v[0], whole * PAGE_SIZE)
+                        anchors = Overlay(self, s.anchors, whole * PAGE_SIZE, PAGE_SIZE)
+                        content = [anchors.over(i, self.arena.buffer[i], *page) for i, page in enumerate(content)]
                     self._put(frames, content, Tier.BF16)
                 tail = [Page(Tier.BF16, tuple(frames), live)]
         elif rest:

@@ -54,7 +54,7 @@ def thin(store: "Store", s: Sequence, thinning: Thinning, score: Score) -> int:
     """Thin a sequence; how many tokens a layer and KV head lost. Raises OutOfFramesError before anything changed."""
     pages = thinnable(s, thinning)
     before = s.held_tokens
-    contents, where = Contents(store, s), _candidates(store, s, pages)
+    contents, where = Contents(store, s, s.num_tokens), _candidates(store, s, pages)
     kept = _choose(store, s, thinning, score, contents, where)
     if not thinning.repack:
         _mask(store, s, pages, kept[0, 0])
@@ -66,7 +66,7 @@ def thin(store: "Store", s: Sequence, thinning: Thinning, score: Score) -> int:
     wanted = slots // PAGE_SIZE * store.layout.frames(thinning.tier)
     _check_room(store, wanted, gone)
     # what lives on is read before its frames are let go of, so that a full arena can be thinned
-    moving = [_read(store, layer, contents, moves.positions[layer], s.num_tokens) for layer in range(store.config.num_layers)]
+    moving = [_read(store, layer, contents, moves.positions[layer]) for layer in range(store.config.num_layers)]
     for frames in gone:
         store.arena.release(frames)
     fresh = _write(store, store.allocate(wanted), moves.positions, moving, thinning.tier)
@@ -117,7 +117,7 @@ def _choose(
     layers, heads, n = where.shape
     scores = torch.empty(layers, heads, n)
     for layer in range(layers):
-        keys, values, _, there = contents.read(layer, store.arena.buffer[layer], s.num_tokens)
+        keys, values, _, there = contents.read(layer, store.arena.buffer[layer])
         scores[layer] = score(layer, keys, values, there)[:, :n].float().cpu()
     if not thinning.per_head:
         # each layer and head has one vote, whatever the size of its scores
@@ -156,15 +156,13 @@ def _plan_moves(s: Sequence, thinning: Thinning, kept: NDArray[np.bool_]) -> _Mo
     return _Moves(stays, positions)
 
 
-def _read(
-    store: "Store", layer: int, contents: Contents, positions: NDArray[np.int32], num_tokens: int
-) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
+def _read(store: "Store", layer: int, contents: Contents, positions: NDArray[np.int32]) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
     """One layer's survivors at int32 [H, slots] positions: K and V [slots, H, D], and bool [H, slots], which never were in planes."""
     arena = store.arena.buffer[layer]
     if not positions.size:
         empty = arena.new_zeros(0, store.config.num_kv_heads, store.config.head_dim, dtype=store.dense_dtype)
         return empty, empty, np.zeros(positions.shape, np.bool_)
-    keys, values, whole, _ = contents.read(layer, arena, num_tokens)
+    keys, values, whole, _ = contents.read(layer, arena)
     # a slot without a token repeats its page's first one, so that it widens no group's range; a page of none repeats the head's first
     first = positions.reshape(len(positions), -1, PAGE_SIZE)[:, :, :1].repeat(PAGE_SIZE, 2).reshape(positions.shape)
     filled = np.where(positions != EMPTY, positions, np.where(first != EMPTY, first, positions[:, :1]))

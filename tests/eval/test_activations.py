@@ -14,18 +14,19 @@ from tests.models import tiny
 IDS = list(range(3, 40))
 
 
-def test_a_kv_head_and_its_first_query_heads_give_that_heads_attention() -> None:
+@pytest.mark.parametrize("chunk", [8, 37, 64])
+def test_a_kv_head_and_its_first_query_heads_give_that_heads_attention(chunk: int) -> None:
     model = tiny("qwen2")
-    seen = {}
-    hook = model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, out: seen.update(x=args[0][0]))
-    parts = activations.activations(model, IDS, [1], 1, 1)
+    seen: list[torch.Tensor] = []
+    hook = model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, out: seen.append(args[0][0]))
+    parts = activations.activations(model, IDS, [1], 1, 1, chunk)
     hook.remove()
     assert set(parts) == {1} and len(model.model.layers) == 3
     q, k, v = (parts[1][name] for name in "qkv")
     assert q.shape == k.shape == v.shape == (len(IDS), 1, 64) and q.dtype is torch.bfloat16
     scores = (q[:, 0].float() @ k[:, 0].float().T / 8).masked_fill(torch.ones(len(IDS), len(IDS)).triu(1).bool(), -torch.inf)
     # the second KV head serves query heads 2 and 3
-    expected = seen["x"].view(len(IDS), 4, 64)[:, 2]
+    expected = torch.cat(seen).view(len(IDS), 4, 64)[:, 2]
     assert (torch.softmax(scores, -1) @ v[:, 0].float() - expected).norm() < 2e-2 * expected.norm()
 
 

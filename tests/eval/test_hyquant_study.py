@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 from kvstrata.eval import hyquant_study as study
 from kvstrata.eval.continuation import along, continue_greedily
 from kvstrata.eval.conversation import render
-from kvstrata.eval.hyquant_probe import Kept, coverage, output_error, overhead, page_mass
+from kvstrata.eval.hyquant_probe import Kept, coverage, output_error, overhead, page_mass, through
 from kvstrata.eval.protocols import make_task, run_reference
 from kvstrata.eval.results import Setting
 from kvstrata.eval.traces import Trace
@@ -52,6 +53,10 @@ def test_rows_run_once_and_two_studies_share_a_file(tokenizer: Any, tmp_path: Pa
     before = out.with_suffix(".json").read_text()
     study.study(model, tokenizer, "tiny", LONG, rows, json.loads(before), out)
     assert out.with_suffix(".json").read_text() == before
+    study.study(model, tokenizer, "tiny", LONG, rows[:1], json.loads(before), out, again=True)
+    anew = json.loads(out.with_suffix(".json").read_text())["runs"]
+    assert len(anew) == len(runs) and [r["kl"] for r in anew if r["label"] == "INT2"] == [r["kl"] for r in runs if r["label"] == "INT2"]
+    assert (anew[-1]["group"], anew[-1]["label"]) == (rows[0].group, rows[0].label)
     of = {r["label"]: r for r in runs if r["protocol"] == "oneshot"}
     assert of["INT2 + 5%"]["anchors"] > 0 == of["INT2"]["anchors"]
     assert of["INT2, third plane on 50% of pages"]["pages"]["3"] > 0
@@ -125,6 +130,25 @@ def test_output_error_falls_with_what_is_kept() -> None:
     assert error(Tier.INT2, rho=1.0) == 0
 
 
+def test_anchors_of_eight_bits_lose_little_and_those_of_fp8_more() -> None:
+    torch.manual_seed(3)
+    q, k, v = torch.randn(4, 600, 64), torch.randn(2, 600, 64), torch.randn(2, 600, 64)
+    # where everything is an anchor the body's error is nowhere
+    error = {x.label: output_error(q, k, v, 0.3, 512, replace(x, rho=1.0)) for x in study.anchor_formats()}
+    for body in ("INT2 + 5%", "INT4 + 2%"):
+        assert error[f"{body} BF16"] == 0 < 5 * error[f"{body} INT8"] < error[f"{body} FP8 e4m3"]
+
+
+def test_anchors_come_back_from_pages_as_the_codec_has_them() -> None:
+    k, v = torch.randn(2, 2, 40, 64, generator=torch.Generator().manual_seed(4))
+    for name, bound in (("planes", 0.01), ("int8", 0.01), ("hyquant-fp", 0.03)):
+        for x, back in zip((k, v), through(make_codec(name), k, v), strict=True):
+            assert back.shape == x.shape and 1e-4 < (back - x).norm() / x.norm() < bound
+    # one value for a slot of no use: the range of the last page is that of its tokens
+    page = through(make_codec("planes"), k[:, 32:].repeat(1, 4, 1), v[:, 32:].repeat(1, 4, 1))
+    assert torch.equal(through(make_codec("planes"), k, v)[0][:, 32:], page[0][:, :8])
+
+
 def test_overhead_counts_what_a_layout_counts() -> None:
     (row,) = [r for r in overhead() if (r["tokens"], r["tier"], r["anchors"]) == (32768, "INT2", "INT8")]
     # 36 layers, 8 heads, frames of 1184 bytes: INT2 has two, INT4 four, INT8 eight, BF16 fourteen
@@ -181,13 +205,13 @@ def test_verdicts_compare_what_the_same_conversations_gave() -> None:
 
 def test_one_forward_pass_and_one_long_reply_fill_their_tables(tokenizer: Any, tmp_path: Path) -> None:
     model, out = tiny_model(), tmp_path / "study"
-    covered, errors = study.attention_of(model, render(tokenizer, LONG), lengths=(256, 4096))
+    covered, errors = study.attention_of(model, render(tokenizer, LONG), study.what_is_kept(), lengths=(256, 4096))
     # a conversation is no longer than it is
     assert len(covered) == 2 and list(errors) == [256]
     mean = {label: sum(x) / 2 for label, x in errors[256].items()}
     assert mean["INT8"] < mean["INT4 + 5%"] < mean["INT4"] < mean["INT2"]
     data: dict[str, Any] = {"runs": []}
-    study.from_one_pass(model, tokenizer, "tiny", LONG, data, out)
+    study.from_one_pass(model, tokenizer, "tiny", LONG, "error", study.what_is_kept(), data, out)
     rows = study.generation_rows()[:1]
     study.generate(model, tokenizer, "tiny", LONG, rows, 70, data, out)
     runs = json.loads(out.with_suffix(".json").read_text())["runs"]

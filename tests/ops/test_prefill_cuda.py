@@ -84,9 +84,10 @@ CASES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    # matrix units add products of fp8 with some 14 bits, which tells where K's mean is part of them
+    # the largest errors seen are 3.3e-3, 3.6e-3, 5.1e-3 and 7.2e-3, of which 1.6e-3 each are the outputs' rounding to bf16: matrix units
+    # add products of fp8 with some 13 bits, which tells most where K's mean is part of them
     "scores, smooth, bound",
-    [("int8", True, 6e-3), ("int8", False, 6e-3), ("fp8", True, 1.2e-2), ("fp8", False, 2.5e-2)],
+    [("int8", True, 5e-3), ("int8", False, 5e-3), ("fp8", True, 8e-3), ("fp8", False, 1.2e-2)],
 )
 @pytest.mark.parametrize("tokens, heads, group, lines, window", CASES)
 def test_prefill_cuda_matches_the_reference(tokens, heads, group, lines, window, scores, smooth, bound, monkeypatch):
@@ -105,11 +106,13 @@ def test_prefill_cuda_matches_the_reference(tokens, heads, group, lines, window,
 
 
 @pytest.mark.gpu
-def test_views_and_large_scores_are_taken_and_runs_repeat():
+# seen: 1.0e-3 and 5.7e-3
+@pytest.mark.parametrize("scores, bound", [("int8", 2e-3), ("fp8", 1e-2)])
+def test_views_and_large_scores_are_taken_and_runs_repeat(scores, bound):
     q, k, v, picked = make(700, 2, 4, 128, 35, torch.bfloat16)
-    q = q * 6
+    q = q * 20
     kv = torch.stack([k, v], 1)
-    first = prefill_cuda.prefill_cuda(q, kv[:, 0], kv[:, 1], picked, 0.09)
-    assert all(torch.equal(first, prefill_cuda.prefill_cuda(q, k, v, picked, 0.09)) for _ in range(3))
-    assert relative_error(first, prefill_ref(q, k, v, picked, 0.09).double()) < 2e-2
-    assert torch.equal(first, prefill(q, k, v, picked, 0.09))
+    first = prefill_cuda.prefill_cuda(q, kv[:, 0], kv[:, 1], picked, 0.09, scores=scores)
+    assert all(torch.equal(first, prefill_cuda.prefill_cuda(q, k, v, picked, 0.09, scores=scores)) for _ in range(3))
+    assert relative_error(first, prefill_ref(q, k, v, picked, 0.09, precision=Precision(scores)).double()) < bound
+    assert torch.equal(first, prefill(q, k, v, picked, 0.09, precision=Precision(scores)))

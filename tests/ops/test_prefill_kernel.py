@@ -5,7 +5,7 @@ import torch
 
 from kvstrata.ops.prefill import Precision, prefill_ref
 from kvstrata.ops.prefill_kernel import prefill_triton
-from tests.ops.kernel_cases import relative_error
+from tests.ops.kernel_cases import DEVICE, relative_error
 from tests.ops.test_prefill import make
 
 CASES = [
@@ -30,5 +30,7 @@ def test_the_triton_kernel_gives_what_the_reference_gives(tokens, heads, group, 
     )
     out = prefill_triton(q, k, v, picked, head_dim**-0.5, window=window, precision=precision)
     ref = prefill_ref(q, k, v, picked, head_dim**-0.5, window=window, precision=precision)
-    # a logit on the edge between two probabilities of fp8 may fall to either
-    assert relative_error(out, ref.double()) < (5e-3 if precision.values == "fp8" else 1e-3)
+    # a logit on the edge between two probabilities of fp8 may fall to either; matrix units add products of fp8 with some 13 bits, which moves
+    # logits: by 1.4e-3 of the output in the worst case here, 1.3e-3 where the reference's sums are cut to as many
+    cut = DEVICE == "cuda" and precision.scores == "fp8"
+    assert relative_error(out, ref.double()) < (5e-3 if precision.values == "fp8" else 2e-3 if cut else 1e-3)
