@@ -1,7 +1,7 @@
-"""What one engine does under load, in a process of its own, as a line of JSON. `bench_vllm.py` starts it with a Load as JSON.
+"""What one engine does under load, in a process of its own: a line of JSON for each load. `bench_vllm.py` starts it with a Setup as JSON.
 
-throughput    requests of random tokens, all at once, prefix caching off
-replay        sessions of many turns: each turn is the one before, its reply, and new observation tokens; prefix caching on
+throughput    requests of random tokens, all at once
+replay        sessions of many turns: each turn is the one before, its reply, and new observation tokens
 """
 
 import json
@@ -12,12 +12,16 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.vllm_profile import StepProfile
+
 SETTING = "strata"
 """As a kv_cache_dtype: kvstrata's own. Others are the engine's."""
+RESULT = "RESULT "
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
@@ -28,48 +32,70 @@ QWEN3_8B: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """kv: a kv_cache_dtype of the engine, or `strata`. model: a folder; None: random weights in the shape of Qwen3 8B.
-    kv_bytes: of the KV cache, per rank. settings: kvstrata's, for `strata`.
-    throughput: `requests` of input_tokens + output_tokens. replay: `requests` sessions of `turns`, each of which adds between a half of
+    """throughput: `requests` of input_tokens + output_tokens. replay: `requests` sessions of `turns`, each of which adds between a half of
     input_tokens and all, and writes between a third of output_tokens and all."""
 
     scenario: str
-    kv: str
-    kv_bytes: int
     requests: int
     input_tokens: int
     output_tokens: int
     turns: int = 1
-    model: str | None = None
-    tensor_parallel: int = 1
-    max_num_seqs: int = 128
-    settings: dict[str, Any] | None = None
-    eager: bool = False
-    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Load":
+        """`48x8192/256`: 48 requests of 8192 + 256 tokens; `32x2000/300x8`: 32 sessions of 8 turns. Raises ValueError."""
+        try:
+            requests, rest = text.split("x", 1)
+            tokens, _, turns = rest.partition("x")
+            given, written = tokens.split("/")
+            return cls("replay" if turns else "throughput", int(requests), int(given), int(written), int(turns or 1))
+        except ValueError as error:
+            raise ValueError(f"load is {text!r}; accepted: REQUESTSxINPUT/OUTPUT, or SESSIONSxINPUT/OUTPUTxTURNS") from error
 
     @property
     def longest(self) -> int:
         return self.turns * (self.input_tokens + self.output_tokens) + 16
 
 
-def start(load: Load) -> Any:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """kv: a kv_cache_dtype of the engine, or `strata`. model: a folder; None: random weights in the shape of Qwen3 8B.
+    kv_bytes: of the KV cache, per rank. settings: kvstrata's, for `strata`. profile: look into steps of the first load of throughput."""
+
+    kv: str
+    kv_bytes: int
+    loads: tuple[dict[str, Any], ...]
+    model: str | None = None
+    tensor_parallel: int = 1
+    max_num_seqs: int = 128
+    settings: dict[str, Any] | None = None
+    eager: bool = False
+    profile: bool = False
+    seed: int = 0
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def parsed(self) -> list[Load]:
+        return [Load(**values) for values in self.loads]
+
+
+def start(setup: Setup) -> Any:
     from vllm import LLM
 
-    folder, weights = load.model, "auto"
+    folder, weights = setup.model, "auto"
     if folder is None:
         folder, weights = str(Path(tempfile.gettempdir()) / "qwen3-8b-shape"), "dummy"
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "config.json").write_text(json.dumps(QWEN3_8B))
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]}
-    arguments: dict[str, Any] = {"kv_cache_dtype": load.kv}
-    if load.kv == SETTING:
-        arguments = {"additional_config": {"kvstrata": load.settings or {}}}
-    return LLM(
-        model=folder, skip_tokenizer_init=True, load_format=weights, dtype="bfloat16", max_model_len=load.longest,
-        kv_cache_memory_bytes=load.kv_bytes, enable_prefix_caching=load.scenario == "replay", max_num_seqs=load.max_num_seqs,
-        max_num_batched_tokens=8192, tensor_parallel_size=load.tensor_parallel, enforce_eager=load.eager, disable_log_stats=False,
-        compilation_config={"mode": 0, **({} if load.eager else graphs)}, **arguments,
-    )  # fmt: skip
+    arguments: dict[str, Any] = {"kv_cache_dtype": setup.kv}
+    if setup.kv == SETTING:
+        arguments = {"additional_config": {"kvstrata": setup.settings or {}}}
+    return LLM(**{
+        "model": folder, "skip_tokenizer_init": True, "load_format": weights, "dtype": "bfloat16", "enable_prefix_caching": True,
+        "max_model_len": max(load.longest for load in setup.parsed()), "kv_cache_memory_bytes": setup.kv_bytes,
+        "max_num_seqs": setup.max_num_seqs, "max_num_batched_tokens": 8192, "tensor_parallel_size": setup.tensor_parallel,
+        "enforce_eager": setup.eager, "disable_log_stats": False, "compilation_config": {"mode": 0, **({} if setup.eager else graphs)},
+    } | arguments | setup.engine)  # fmt: skip
 
 
 def vocabulary(llm: Any) -> int:
@@ -82,22 +108,32 @@ def params(tokens: int) -> Any:
     return SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
 
 
-def throughput(llm: Any, load: Load) -> dict[str, Any]:
-    rng, words = random.Random(load.seed), vocabulary(llm)
-    prompts = [{"prompt_token_ids": [rng.randrange(words) for _ in range(load.input_tokens)]} for _ in range(load.requests)]
-    llm.generate(prompts[:2], params(4), use_tqdm=False)
+def throughput(llm: Any, load: Load, seed: int, look: Callable[[Any], None] | None = None) -> dict[str, Any]:
+    """look: called after each step with the engine."""
+    engine, words, rng = llm.llm_engine, vocabulary(llm), random.Random(f"{seed}-{load}")
+    prompts = [[rng.randrange(words) for _ in range(load.input_tokens)] for _ in range(load.requests)]
+    # warms up; other tokens, so that nothing of the prompts is in the cache
+    llm.generate([{"prompt_token_ids": [rng.randrange(words) for _ in range(load.input_tokens)]}], params(4), use_tqdm=False)
     begin = time.perf_counter()
-    out = llm.generate(prompts, params(load.output_tokens), use_tqdm=False)
+    for i, ids in enumerate(prompts):
+        engine.add_request(f"{load}-{i}", {"prompt_token_ids": ids}, params(load.output_tokens))
+    written = first = 0
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            if not first and out.outputs[0].token_ids:
+                first = time.perf_counter()
+            written += len(out.outputs[0].token_ids) if out.finished else 0
+        if look is not None:
+            look(engine)
     seconds = time.perf_counter() - begin
-    written = sum(len(o.outputs[0].token_ids) for o in out)
     assert written == load.requests * load.output_tokens
-    return {"seconds": seconds, "output_tokens_a_second": written / seconds}
+    return {"seconds": seconds, "output_tokens_a_second": written / seconds, "first_token_seconds": first - begin}
 
 
-def replay(llm: Any, load: Load) -> dict[str, Any]:
+def replay(llm: Any, load: Load, seed: int, look: Callable[[Any], None] | None = None) -> dict[str, Any]:
     """All sessions at once; each sends its next turn as soon as it has the reply to the last."""
     engine, words = llm.llm_engine, vocabulary(llm)
-    rngs = [random.Random(f"{load.seed}-{s}") for s in range(load.requests)]
+    rngs = [random.Random(f"{seed}-{s}") for s in range(load.requests)]
     history: list[list[int]] = [[] for _ in rngs]
     turn, sent, first = [0] * len(rngs), [0.0] * len(rngs), defaultdict(list)
     waiting: set[int] = set()
@@ -138,15 +174,15 @@ def replay(llm: Any, load: Load) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def counters(llm: Any) -> dict[str, float]:
-    """Of the engine's own metrics: preemptions since the start."""
-    return {m.name: m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"}
+def preemptions(llm: Any) -> float:
+    """Since the start, as the engine counts them."""
+    return float(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
 
 
-def capacity(llm: Any, load: Load) -> int:
-    """Tokens that the KV cache holds, as the engine counts them at start: requests of the longest length."""
+def capacity(llm: Any, setup: Setup, tokens: int) -> int:
+    """Tokens that the KV cache holds when all requests are of so many tokens."""
     config = llm.llm_engine.vllm_config.cache_config
-    if load.kv != SETTING:
+    if setup.kv != SETTING:
         return int(config.num_gpu_blocks * config.block_size)
     from kvstrata.adapters.vllm.causal import most_frames
     from kvstrata.adapters.vllm.v026.config import settings_of
@@ -155,22 +191,35 @@ def capacity(llm: Any, load: Load) -> int:
     settings = settings_of(llm.llm_engine.vllm_config)
     assert settings is not None
     layout = settings.layout(model.get_total_num_kv_heads(), model.get_head_size())
-    return (config.num_gpu_blocks - 1) * load.longest // most_frames(settings, layout, load.longest)
+    return (config.num_gpu_blocks - 1) * tokens // most_frames(settings, layout, tokens)
 
 
 def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    load = Load(**json.loads(sys.argv[1]))
+    setup = Setup(**json.loads(sys.argv[1]))
     begin = time.perf_counter()
-    llm = start(load)
+    llm = start(setup)
     ready = time.perf_counter() - begin
-    result = {"throughput": throughput, "replay": replay}[load.scenario](llm, load)
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    row = {"device": device, **asdict(load), "start_seconds": ready, "kv_tokens": capacity(llm, load), **result, **counters(llm)}
-    print("RESULT " + json.dumps(row), flush=True)
+    common = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        **{k: v for k, v in asdict(setup).items() if k not in ("loads", "profile")},
+        "start_seconds": ready, "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+        "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+    }  # fmt: skip
+    print(f"ready in {ready:.1f} s", flush=True)
+    profile = StepProfile() if setup.profile else None
+    for load in setup.parsed():
+        before = preemptions(llm)
+        look = profile if load.scenario == "throughput" and profile is not None and not profile.done else None
+        result = {"throughput": throughput, "replay": replay}[load.scenario](llm, load, setup.seed, look)
+        row = {**common, **asdict(load), "kv_tokens": capacity(llm, setup, load.longest - 16), **result,
+               "preemptions": preemptions(llm) - before}  # fmt: skip
+        if look is not None:
+            row["profile"] = look.summary()
+        print(RESULT + json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

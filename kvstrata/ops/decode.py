@@ -23,11 +23,13 @@ def has_kernel(q: Tensor, dense_dtype: torch.dtype, decode_pages: DecodePages) -
 
 
 def decode(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype, rotated: bool = True,
-           decode_pages: DecodePages = quant.decode) -> tuple[Tensor, Tensor]:  # fmt: skip
+           decode_pages: DecodePages = quant.decode, out: Tensor | None = None,
+           workspace: decode_cuda.Workspace | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One query token a sequence against its stored pages.
 
     q [B, Hq, D]; arena uint8 [F, H, frame_bytes] of one layer; query head i reads KV head i // (Hq / H); scale multiplies q·k;
     dense_dtype: what BF16 pages hold; rotated: whether V is stored rotated (the output is rotated back).
+    out: where the result goes; workspace: what the CUDA kernel writes to, so that nothing is allocated (others do without).
     -> out [B, Hq, D] in q's dtype, lse float32 [B, Hq] (natural log; -inf and out 0 where a sequence has no live token).
     Raises ValueError for shapes, dtypes and devices other than these.
     """
@@ -36,12 +38,14 @@ def decode(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dt
     if len(q) != table.batch:
         raise ValueError(f"{len(q)} queries for {table.batch} sequences; accepted: one a sequence")
     if planes and backend.use_cuda(q) and decode_cuda.supports(q, arena.shape[1], dense_dtype):
-        return decode_cuda.decode_cuda(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
+        return decode_cuda.decode_cuda(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated, workspace=workspace, out=out)
     if has_kernel(q, dense_dtype, decode_pages):
         from kvstrata.ops.decode_kernel import decode_triton
 
-        return decode_triton(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
-    return decode_ref(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated, decode_pages=decode_pages)
+        result, lse = decode_triton(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated)
+    else:
+        result, lse = decode_ref(q, arena, table, scale, dense_dtype=dense_dtype, rotated=rotated, decode_pages=decode_pages)
+    return (result if out is None else out.copy_(result)), lse
 
 
 def decode_ref(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype, rotated: bool = True,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvstrata.ops import cuda, frame
 from kvstrata.ops.arguments import TIERS, of_tiers
-from kvstrata.ops.table import PageTable
+from kvstrata.ops.table import PageTable, described
 from kvstrata.types import Tier
 
 HEAD_DIMS = (64, 128)
@@ -58,13 +58,18 @@ def supports(q: Tensor, num_kv_heads: int, dense_dtype: torch.dtype) -> bool:
 class Workspace:
     """What a call of `decode_cuda` writes. part float32 [H, rows, Hq / H, D], stat float32 [H, rows, 2, 8], rows the blocks of a KV head
     and the batch; arrived int32 [B, H], 0 between calls; out [B, Hq, D], lse float32 [B, Hq]. A call with a workspace allocates nothing;
-    its results are the workspace's out and lse. Calls that share one must not overlap."""
+    its results are the workspace's out and lse. It serves batches of fewer sequences too. Calls that share one must not overlap."""
 
     part: Tensor
     stat: Tensor
     arrived: Tensor
     out: Tensor
     lse: Tensor
+
+    @property
+    def blocks(self) -> int:
+        """Of a KV head."""
+        return self.part.shape[1] - len(self.arrived)
 
 
 @functools.cache
@@ -85,26 +90,28 @@ def make_workspace(q: Tensor, num_kv_heads: int, blocks: int | None = None) -> W
                      new(b, hq, d, dtype=q.dtype), new(b, hq))  # fmt: skip
 
 
-def arguments(q: Tensor, arena: Tensor, table: PageTable, scale: float, rotated: bool, w: Workspace) -> Sequence[Tensor | int | float]:
+def arguments(q: Tensor, arena: Tensor, table: PageTable, scale: float, rotated: bool, w: Workspace,
+              out: Tensor) -> Sequence[Tensor | int | float]:  # fmt: skip
     """What the kernel takes, in order."""
     (b, hq, _), h = q.shape, arena.shape[1]
     tiers = of_tiers(table, w.arrived, 0)
     pages = tiers[3::5]
     # whole blocks for each of equal sequences, unless that leaves many idle. Of several tiers, whose costs are estimates, only one block,
     # and none of dense pages: all blocks would be at those together
-    blocks = w.part.shape[1] - b
+    blocks = w.blocks
     each = blocks // b if 0 < b <= 32 and blocks % b * 16 <= blocks else 0
     if sum(n != 0 for n in pages) != 1 and (each != 1 or pages[TIERS.index(Tier.BF16)] != 0):
         each = 0
-    return [q.contiguous(), arena, w.out, w.lse, w.part, w.stat, w.arrived, *tiers, b, hq // h, scale * math.log2(math.e),
+    return [q.contiguous(), arena, out, w.lse, w.part, w.stat, w.arrived, *tiers, b, hq // h, scale * math.log2(math.e),
             arena.stride(0), each, LEAST, int(q.dtype is torch.bfloat16), int(rotated)]  # fmt: skip
 
 
 def decode_cuda(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, dense_dtype: torch.dtype, rotated: bool = True,
-                workspace: Workspace | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                workspace: Workspace | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`decode` by CUDA C++. Nothing is read back from the device and, with a workspace, nothing allocated: a CUDA graph may hold it, and
-    the table's tensors may change between replays. Raises ValueError for what the kernel does not do."""
-    d, h = q.shape[2], arena.shape[1]
+    the table's tensors may change between replays. out: where the result goes, in place of the workspace's.
+    Raises ValueError for what the kernel does not do."""
+    (b, _, d), h = q.shape, arena.shape[1]
     if not supports(q, h, dense_dtype):
         raise ValueError(
             f"queries {tuple(q.shape)} of {q.dtype} on {h} KV heads with dense pages of {dense_dtype}; the kernel accepts torch.bfloat16 "
@@ -117,8 +124,15 @@ def decode_cuda(q: Tensor, arena: Tensor, table: PageTable, scale: float, *, den
             f"arena {tuple(arena.shape)} must be contiguous, aligned to 16 bytes, with {frame_bytes} bytes a frame and KV head"
         )
     w = workspace or make_workspace(q, h)
-    if not len(q):
-        return w.out, w.lse
+    if w.arrived.shape[1] != h or len(w.arrived) < b or w.part.shape[2:] != (q.shape[1] // h, d):
+        raise ValueError(
+            f"queries {tuple(q.shape)} on {h} KV heads in a workspace for {tuple(w.out.shape)}; accepted: {len(w.arrived)} at most"
+        )
+    out = w.out[:b] if out is None else out
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(f"out is {described(out)}; accepted: contiguous {described(q)}")
+    if not b:
+        return out, w.lse[:b]
     kernel = cuda.kernel("decode", "decode", options(d, dense_dtype), shared_bytes(d), q.device.index or 0)
-    kernel((h, w.part.shape[1] - q.shape[0]), 32 * WARPS, arguments(q, arena, table, scale, rotated, w))
-    return w.out, w.lse
+    kernel((h, w.blocks), 32 * WARPS, arguments(q, arena, table, scale, rotated, w, out))
+    return out, w.lse[:b]

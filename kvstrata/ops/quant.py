@@ -69,16 +69,24 @@ def check_pages(k: Tensor, v: Tensor) -> None:
 def hadamard(head_dim: int) -> Tensor:
     """float32 [D, D], orthonormal and symmetric: a Hadamard matrix, block-wise where D is no power of two."""
     block = head_dim & -head_dim
-    h = torch.ones(1, 1)
-    while h.shape[0] < block:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-    return torch.block_diag(*[h / math.sqrt(block)] * (head_dim // block))
+    # it is kept: a tensor made in inference mode could not serve a training step later
+    with torch.inference_mode(False):
+        h = torch.ones(1, 1)
+        while h.shape[0] < block:
+            h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+        return torch.block_diag(*[h / math.sqrt(block)] * (head_dim // block))
+
+
+@functools.cache
+def _hadamard_on(head_dim: int, device: torch.device) -> Tensor:
+    # kept there: a copy from the host would wait for the device, and no CUDA graph could hold it
+    with torch.inference_mode(False):
+        return hadamard(head_dim).to(device)
 
 
 def rotate(x: Tensor) -> Tensor:
     """x [..., D] times the Hadamard matrix, in x's dtype. Its own inverse."""
-    h = hadamard(x.shape[-1]).to(x.device)
-    return (x.float() @ h).to(x.dtype)
+    return (x.float() @ _hadamard_on(x.shape[-1], x.device)).to(x.dtype)
 
 
 def _bits16(x: Tensor) -> Tensor:

@@ -31,9 +31,10 @@ def write_pages(arena: Tensor, frames: Tensor, k: Tensor, v: Tensor, tier: Tier,
     arena[frames.flatten().long()] = encode(k, v, tier).flatten(0, 1)
 
 
-def write_dense(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor) -> None:
+def write_dense(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> None:
     """Put tokens into BF16 pages. frames int32 [N, n] of each token's page, tokens int32 [N] (0 to 31 inside the page), k, v [N, H, D]
-    in the dtype of the store's dense pages, v as stored (rotated). Raises ValueError for other shapes, dtypes and devices."""
+    in the dtype of the store's dense pages, v as stored (rotated); with `rotate`, v as it is: it is rotated on its way.
+    Raises ValueError for other shapes, dtypes and devices."""
     arguments.check_tokens(k, v, arena, (len(k),))
     if k.dtype != v.dtype:
         raise ValueError(f"k is {k.dtype} and v {v.dtype}; accepted: one dtype for both, that of the dense pages")
@@ -41,7 +42,9 @@ def write_dense(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Ten
     if tokens.shape != (len(k),) or tokens.dtype not in (torch.int32, torch.int64) or tokens.device != arena.device:
         raise ValueError(f"tokens are {described(tokens)}; accepted: int32 [{len(k)}] on {arena.device}")
     if backend.use_cuda(arena) and write_cuda.accepts_tokens(arena, k, v):
-        return write_cuda.write_dense_cuda(arena, frames, tokens, k, v)
+        in_kernel = rotate and write_cuda.accepts_rotation(k)
+        return write_cuda.write_dense_cuda(arena, frames, tokens, k, quant.rotate(v) if rotate and not in_kernel else v, rotate=in_kernel)
+    v = quant.rotate(v) if rotate else v
     if backend.use_triton(arena):
         from kvstrata.ops.write_kernel import write_dense_triton
 

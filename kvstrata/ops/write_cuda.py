@@ -4,11 +4,13 @@ Each op says by `accepts_*` whether it does the shape; the others are Triton's (
 """
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
 from kvstrata.ops import cuda, dense, frame
+from kvstrata.ops.table import described
 from kvstrata.types import PAGE_SIZE, Tier
 
 HEAD_DIMS = (64, 128, 256)
@@ -114,18 +116,31 @@ TOKENS, DENSE_THREADS = 32, 256
 
 
 @functools.cache
-def dense_options(row_bytes: int, frame_bytes: int, num_frames: int) -> tuple[str, ...]:
-    """What write_dense.cu is compiled with."""
-    return (f"-DROW={row_bytes}", f"-DFRAME={frame_bytes}", f"-DN={num_frames}")
+def dense_options(row_bytes: int, frame_bytes: int, num_frames: int, rotated: torch.dtype | None = None) -> tuple[str, ...]:
+    """What write_dense.cu is compiled with. rotated: type of V, where it is rotated: 16 bits."""
+    head_dim = row_bytes // 2
+    block = head_dim & -head_dim
+    lanes, scale = (0, 1.0) if rotated is None else (block // 8, 1 / math.sqrt(block))
+    return (f"-DROW={row_bytes}", f"-DFRAME={frame_bytes}", f"-DN={num_frames}", f"-DLANES={lanes}",
+            f"-DHALF={int(rotated is torch.float16)}", f"-DSCALE={scale!r}f")  # fmt: skip
 
 
-def write_dense_cuda(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor) -> None:
-    """`write_dense` in CUDA C++."""
+def accepts_rotation(k: Tensor) -> bool:
+    """Whether `write_dense_cuda` can rotate tokens like these."""
+    return k.dtype in (torch.bfloat16, torch.float16) and k.shape[-1] in frame.HEAD_DIMS
+
+
+def write_dense_cuda(arena: Tensor, frames: Tensor, tokens: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> None:
+    """`write_dense` in CUDA C++. Rotation by sums and differences in float32: up to its rounding the reference's."""
     n, heads, d = k.shape
+    if rotate and not accepts_rotation(k):
+        raise ValueError(
+            f"k is {described(k)}; accepted where v is rotated: torch.bfloat16 and torch.float16, head_dim of {frame.HEAD_DIMS}"
+        )
     if not n:
         return
     k, v = cuda.readable(k), cuda.readable(v)
-    options = dense_options(d * k.element_size(), arena.shape[2], frames.shape[1])
+    options = dense_options(d * k.element_size(), arena.shape[2], frames.shape[1], v.dtype if rotate else None)
     kernel = cuda.kernel("write_dense", "write_dense", options, 0, arena.device.index or 0)
     arguments: list[Tensor | int | float] = [
         k, v, arena, frames.contiguous(), tokens.int().contiguous(), *_byte_strides(k), *_byte_strides(v), arena.stride(0), arena.stride(1),

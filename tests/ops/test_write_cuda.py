@@ -42,6 +42,7 @@ def test_page_kernels_compile_without_spills_and_leave_room_for_their_blocks(hea
 @pytest.mark.parametrize("name, options", [
     ("write_dense", write_cuda.dense_options(256, 1184, 14)),
     ("write_dense", write_cuda.dense_options(512, 2336, 15)),
+    *(("write_dense", write_cuda.dense_options(2 * d, frame.frame_bytes(d), 15, t)) for d, t in ((80, HALF), (128, BFLOAT), (256, BFLOAT))),
     ("write_gather", write_cuda.gather_options(128, BFLOAT, T.BF16)),
     ("write_gather", write_cuda.gather_options(64, HALF, T.INT2)),
     ("write_gather", write_cuda.gather_options(128, BFLOAT, T.INT8)),
@@ -211,6 +212,30 @@ def test_tokens_lie_where_the_reference_puts_them(head_dim, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim, dtype", [(64, HALF), (80, BFLOAT), (96, HALF), (128, BFLOAT), (256, BFLOAT)])
+def test_tokens_are_rotated_on_their_way(head_dim, dtype):
+    k, v = (x.flatten(0, 1)[:75] for x in pages(3, head_dim, dtype))
+    n = dense.num_frames(head_dim, 2, frame.frame_bytes(head_dim))
+    slots = torch.randperm(4 * PAGE_SIZE, generator=torch.Generator().manual_seed(3))[: len(k)]
+    frames, tokens = scattered(4, n, 4 * n + 2)[slots // PAGE_SIZE].contiguous().to(DEVICE), (slots % PAGE_SIZE).int().to(DEVICE)
+    arenas = [poison(4 * n + 2, head_dim) for _ in range(2)]
+    both = torch.stack([k, v], 1).to(DEVICE)
+    write_dense(arenas[0], frames, tokens, both[:, 0], both[:, 1], rotate=True)
+    write_dense(arenas[1], frames, tokens, both[:, 0], quant.rotate(both[:, 1]))
+    got, want = (dense.from_frames(a[frames.long()], head_dim, dtype) for a in arenas)
+    at = torch.arange(len(k)), tokens.long().cpu()
+    assert torch.equal(got[0][at], want[0][at])
+    exact = v.double() @ quant.hadamard(head_dim).double()
+    # half a unit in the last place of this type, and float32's sums
+    error = (got[1][at].cpu().double() - exact).abs()
+    assert (error <= exact.abs() * (2**-8 if dtype is BFLOAT else 2**-11) + 1e-5).all()
+    # and nothing else is touched
+    written = torch.zeros(arenas[0].shape[0], dtype=torch.bool)
+    written[frames.cpu().flatten().long()] = True
+    assert torch.equal(arenas[0][~written.to(DEVICE)], arenas[1][~written.to(DEVICE)])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tier", [*PLANES, T.BF16])
 @pytest.mark.parametrize("head_dim, dtype", [(64, HALF), (128, BFLOAT), (256, BFLOAT)])
 def test_gathered_pages_are_those_of_the_reference(head_dim, dtype, tier):
@@ -235,7 +260,7 @@ def test_gathered_pages_are_those_of_the_reference(head_dim, dtype, tier):
 def test_ops_choose_these_kernels_and_others_where_they_must(monkeypatch):
     calls = []
     for name in ("write_pages_cuda", "settle_pages_cuda", "write_dense_cuda", "gather_pages_cuda"):
-        monkeypatch.setattr(write_cuda, name, lambda *_, name=name: calls.append(name))
+        monkeypatch.setattr(write_cuda, name, lambda *_, name=name, **__: calls.append(name))
     for head_dim in (64, 80):
         n = dense.num_frames(head_dim, 2, frame.frame_bytes(head_dim))
         k, v = (x.to(DEVICE) for x in pages(1, head_dim, BFLOAT))

@@ -7,10 +7,12 @@ after it attended, for its first queries read what they overwrite.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvstrata.adapters.vllm.geometry import Chunk
+from kvstrata.adapters.vllm.rows import DecodeRows, Decodes
 from kvstrata.adapters.vllm.tables import Before, Held, Tables
 from kvstrata.ops import dense, quant
 from kvstrata.ops.decode import decode
@@ -37,15 +39,6 @@ class Pages:
     frames: Tensor
     rows: Tensor | None = None
     source: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Decodes:
-    """Rows [0, count) of the batch: one token of each of `count` requests."""
-
-    count: int
-    tokens: Tokens
-    table: PageTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +77,9 @@ class StepPlan:
 class StepPlanner:
     """Makes the plans of steps from the running requests' tables."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, rows: DecodeRows | None = None) -> None:
         self.tables = tables
+        self.rows = rows or DecodeRows(tables)
         self.group = tables.group
 
     def plan(self, requests: list[tuple[str, int, int]]) -> StepPlan:
@@ -95,14 +89,12 @@ class StepPlanner:
         decodes = self._decodes(requests[:first_chunk]) if first_chunk else None
         return StepPlan(decodes, self._chunks(requests[first_chunk:], first_chunk) if requests[first_chunk:] else None)
 
+    def idle(self, count: int) -> StepPlan:
+        """A step of `count` rows of nobody, such as one that warms up or is captured."""
+        return StepPlan(self.rows.idle(count), None)
+
     def _decodes(self, requests: list[tuple[str, int, int]]) -> Decodes:
-        held = [self.tables.held(i) for i, _, _ in requests]
-        chunks = [Chunk(row, before, before + 1, self.group) for row, (_, before, _) in enumerate(requests)]
-        pieces = [chunk.pieces[0] for chunk in chunks]
-        tokens = self._tokens(list(zip(held, chunks, [c.to_ring_last for c in chunks], strict=True)))
-        assert tokens is not None
-        table = self.tables.view(held, [p.settled for p in pieces], [p.ring + 1 for p in pieces])
-        return Decodes(len(requests), tokens, table)
+        return self.rows.fill([self.tables.held(i).slot for i, _, _ in requests], [before for _, before, _ in requests])
 
     def _chunks(self, requests: list[tuple[str, int, int]], first_row: int) -> Chunks:
         row, work = first_row, []
@@ -134,20 +126,21 @@ class StepPlanner:
 
     def _pages(self, work: list[tuple[Held, Chunk]]) -> tuple[Pages, ...]:
         copied: dict[Tier, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-        written: dict[Tier, list[tuple[tuple[int, ...], list[int]]]] = {}
+        # with the row of each page's first token
+        written: dict[Tier, list[tuple[tuple[int, ...], int]]] = {}
         for held, chunk in work:
             for page in chunk.from_ring:
                 copied.setdefault(held.tiers[page], []).append((held.frames[page], self.tables.ring_frames(held, page)))
             for page in chunk.whole:
-                rows = [chunk.row_of(page * PAGE_SIZE + j) for j in range(PAGE_SIZE)]
-                written.setdefault(held.tiers[page], []).append((held.frames[page], rows))
+                written.setdefault(held.tiers[page], []).append((held.frames[page], chunk.row_of(page * PAGE_SIZE)))
         out = []
         for tier, pairs in copied.items():
             dst, src = zip(*pairs, strict=True)
             out.append(Pages(tier, self._tensor(dst), source=self._tensor(src)))
         for tier, jobs in written.items():
-            dst, index = zip(*jobs, strict=True)
-            out.append(Pages(tier, self._tensor(dst), rows=self._tensor(index).long()))
+            dst, first = zip(*jobs, strict=True)
+            rows = np.add.outer(np.array(first), np.arange(PAGE_SIZE))
+            out.append(Pages(tier, self._tensor(dst), rows=self._tensor(rows).long()))
         return tuple(out)
 
     def before(self, before: Before) -> BeforeStep:
@@ -172,20 +165,30 @@ class LayerAttention:
 
     def forward(self, arena: Tensor, plan: StepPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """q, out [N, Hq, D], k, v [N, H, D] (k and q after RoPE); arena uint8 [F, H, frame_bytes] of the layer."""
-        dense_k, dense_v = k.to(self.dense_dtype), quant.rotate(v).to(self.dense_dtype)
         decodes, chunks = plan.decodes, plan.chunks
         if chunks is not None:
+            dense_k, dense_v = self._dense(k, v)
             self._append(arena, chunks.ring_first, dense_k, dense_v)
             self.write(arena, chunks.pages, dense_k, dense_v)
         if decodes is not None:
-            self._append(arena, decodes.tokens, dense_k, dense_v)
-            rows = slice(0, decodes.count)
-            out[rows] = decode(q[rows].contiguous(), arena, decodes.table, self.scale, dense_dtype=self.dense_dtype)[0]
+            self._decode(arena, decodes, q[: decodes.count], k[: decodes.count], v[: decodes.count], out[: decodes.count])
         if chunks is not None:
             rows = slice(chunks.start, chunks.end)
             new_q, new_k, new_v = (x[rows].contiguous() for x in (q, k, v))
             out[rows] = extend(new_q, new_k, new_v, chunks.cu_seqlens, arena, chunks.table, self.scale, dense_dtype=self.dense_dtype)
             self._append(arena, chunks.ring_last, dense_k, dense_v)
+
+    def _dense(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v as BF16 pages hold them."""
+        return k.to(self.dense_dtype), quant.rotate(v).to(self.dense_dtype)
+
+    def _decode(self, arena: Tensor, decodes: Decodes, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Two launches where the model computes in what BF16 pages hold: nothing is allocated, converted or read back."""
+        rotate = v.dtype == self.dense_dtype
+        if not rotate:
+            k, v = self._dense(k, v)
+        write_dense(arena, decodes.ring_frames, decodes.places, k, v, rotate=rotate)
+        decode(q.contiguous(), arena, decodes.table, self.scale, dense_dtype=self.dense_dtype, out=out, workspace=decodes.workspace)
 
     def prepare(self, arena: Tensor, before: BeforeStep) -> None:
         # first the pages: a ring that is new may have been another request's until now

@@ -1,13 +1,14 @@
 """Page tables of the running requests on a worker's device: updated by splices, read by row. Knows nothing of any engine.
 
 Each request has a slot. By tier, `frames[slot, i]` are the frames of its i-th page of that tier, in page order, so the pages that a query
-sees are a prefix of each row and only counts differ. Tensors are as large as they will ever be and stay where they are: a step of
-decoding sends the device what is new, and selects rows there.
+sees are a prefix of each row and only counts differ. Tensors are as large as they will ever be and stay where they are: a step sends the
+device what is new. Rows of one token are rows.py's; rows of chunks are made here, anew in each step.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,13 +55,17 @@ class Tables:
     def __init__(self, num_slots: int, num_pages: dict[Tier, int], frames: dict[Tier, int], group: int, device: torch.device) -> None:
         """num_pages: of a request at most, by tier. frames: of a page, by tier."""
         self.group, self.group_pages, self.dense_frames = group, group // PAGE_SIZE, frames[Tier.BF16]
-        self.device = device
+        self.device, self.num_slots = device, num_slots
         self._held: dict[str, Held] = {}
         self._free = list(range(num_slots))[::-1]
         # the ring's pages come first in a request's dense row
         rows = {t: n + (self.group_pages if t is Tier.BF16 else 0) for t, n in num_pages.items()}
         rows.setdefault(Tier.BF16, self.group_pages)
         self.frames = {t: torch.zeros(num_slots, n, frames[t], dtype=torch.int32, device=device) for t, n in rows.items()}
+        # on the host, of each slot: entries of its rows, int32 [tiers, slots], and frames of its ring, int32 [slots, pages of a group, n]
+        self.counts = np.zeros((len(rows), num_slots), np.int32)
+        self.rings = np.zeros((num_slots, self.group_pages, self.dense_frames), np.int32)
+        self._index = {t: i for i, t in enumerate(self.frames)}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -106,6 +111,9 @@ class Tables:
         assert request.ring is not None
         self.release(request_id)
         held = self._held[request_id] = Held(self._free.pop(), request.ring)
+        self.rings[held.slot] = np.reshape(request.ring, self.rings.shape[1:])
+        self.counts[:, held.slot] = 0
+        self.counts[self._index[Tier.BF16], held.slot] = self.group_pages
         for i in range(self.group_pages):
             splices.setdefault(Tier.BF16, []).append((held.slot, i, self.ring_frames(held, i)))
 
@@ -117,11 +125,12 @@ class Tables:
         assert place < self.frames[tier].shape[1], (tier, number, self.frames[tier].shape)
         splices.setdefault(tier, []).append((held.slot, place, frames))
         numbers.append(number)
+        self.counts[self._index[tier], held.slot] = place + 1
         held.tiers.append(tier)
         held.frames.append(frames)
 
     def on_device(self, values: object) -> Tensor:
-        host = torch.tensor(values, dtype=torch.int32)
+        host = torch.from_numpy(np.array(values, np.int32))
         return host if self.device.type == "cpu" else host.pin_memory().to(self.device, non_blocking=True)
 
     def view(self, requests: list[Held], pages: list[int], ring_tokens: list[int]) -> PageTable:

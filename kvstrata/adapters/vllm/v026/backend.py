@@ -17,9 +17,14 @@ from vllm.v1.attention.backend import (
 
 from kvstrata.adapters.vllm.attention import LayerAttention, StepPlan, StepPlanner
 from kvstrata.adapters.vllm.delta import StepDelta
+from kvstrata.adapters.vllm.rehearsal import rehearse
+from kvstrata.adapters.vllm.rows import DecodeRows
 from kvstrata.adapters.vllm.settings import UnsupportedEngineError
 from kvstrata.adapters.vllm.tables import Tables
 from kvstrata.adapters.vllm.v026.spec import FrameSpec
+from kvstrata.ops import decode_cuda
+from kvstrata.ops.backend import use_cuda
+from kvstrata.ops.decode_cuda import Workspace
 from kvstrata.ops.frame import HEAD_DIMS, check_head_dim, frame_bytes
 from kvstrata.types import PAGE_SIZE, Tier
 
@@ -62,19 +67,18 @@ class FrameBackend(AttentionBackend):
 
 @dataclass
 class FrameMetadata(AttentionMetadata):
-    """plan: None in a step of no request, such as one that warms up. num_tokens: rows of the batch that are tokens."""
+    """plan: None in a step of no request that is not one of decoding."""
 
     plan: StepPlan | None
     spec: FrameSpec
-    num_tokens: int
     causal: bool = True
 
 
 class FrameBuilder(AttentionMetadataBuilder[FrameMetadata]):
     """Keeps the tables of a worker's requests; the plan of a step is made when the step begins."""
 
-    # figures of a step are new tensors; until they have fixed addresses no graph can hold them
-    _cudagraph_support = AttentionCGSupport.NEVER
+    # what decoding rows read stays where it is (rows.py); chunks are planned anew in each step
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     # requests of one token come first
     reorder_batch_threshold = 1
 
@@ -85,9 +89,23 @@ class FrameBuilder(AttentionMetadataBuilder[FrameMetadata]):
         tiers = settings.tiers if settings.tier is None else [t for t in kv_cache_spec.frames() if t <= settings.tier]
         num_pages = dict.fromkeys(tiers, most) | {Tier.BF16: min(settings.sinks, most)}
         tables = Tables(vllm_config.scheduler_config.max_num_seqs, num_pages, kv_cache_spec.frames(), settings.group, device)
-        self.planner = StepPlanner(tables)
+        model = vllm_config.model_config
+        heads, workspace = model.get_num_attention_heads(vllm_config.parallel_config), None
+        if device.type == "cuda":
+            workspace = self._workspace(tables.num_slots, heads, model.dtype)
         self._plan: StepPlan | None = None
         self._attention = LayerAttention(kv_cache_spec.head_size, kv_cache_spec.dense_dtype, 0.0)
+        self.planner = StepPlanner(tables, DecodeRows(tables, workspace))
+        if device.type == "cuda":
+            frame = kv_cache_spec.layout.head_frame_bytes
+            rehearse(self._attention, tables, heads, kv_cache_spec.num_kv_heads, frame, model.dtype, workspace)
+
+    def _workspace(self, num_rows: int, heads: int, dtype: torch.dtype) -> Workspace | None:
+        """Of the kernel that decodes here, if it takes one: made before any graph is captured. The layers take turns at it."""
+        spec = self.spec
+        q = torch.empty(num_rows, heads, spec.head_size, dtype=dtype, device=self.device)
+        takes = use_cuda(q) and decode_cuda.supports(q, spec.num_kv_heads, spec.dense_dtype)
+        return decode_cuda.make_workspace(q, spec.num_kv_heads) if takes else None
 
     def begin_step(self, delta: StepDelta, finished: Iterable[str], order: list[str], new: dict[str, int], arenas: list[Tensor]) -> None:
         """Take over a step's pages, settle what the last one completed, and plan this one. order: the batch's requests."""
@@ -103,7 +121,9 @@ class FrameBuilder(AttentionMetadataBuilder[FrameMetadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FrameMetadata:
         plan, self._plan = self._plan, None
-        return FrameMetadata(plan, self.spec, common_attn_metadata.num_actual_tokens)
+        if plan is None and common_attn_metadata.max_query_len == 1:
+            plan = self.planner.idle(common_attn_metadata.num_reqs)
+        return FrameMetadata(plan, self.spec)
 
 
 class FrameImpl(AttentionImpl[FrameMetadata]):

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine.input_processor import InputProcessor
@@ -16,11 +15,13 @@ from kvstrata.ops.frame import HEAD_DIMS
 from kvstrata.types import PAGE_SIZE
 
 BACKEND = "kvstrata.adapters.vllm.v026.backend.FrameBackend"
-SCHEDULER = "kvstrata.adapters.vllm.v026.scheduler.FrameScheduler"
+SCHEDULERS = {
+    False: "kvstrata.adapters.vllm.v026.scheduler.FrameScheduler",
+    True: "kvstrata.adapters.vllm.v026.scheduler.AsyncFrameScheduler",
+}
+"""By whether the engine schedules asynchronously."""
 CACHE_TYPES = ("auto", "bfloat16", "float16")
 _MARK = "_kvstrata_original"
-
-logger = init_logger("vllm.kvstrata")
 
 
 def settings_of(vllm_config: Any) -> EngineSettings | None:
@@ -64,7 +65,7 @@ def unsupported(vllm_config: Any) -> Iterator[str]:
         yield "--enable-dbo is not supported; leave it out"
     if vllm_config.scheduler_config.policy != "fcfs":
         yield f"--scheduling-policy {vllm_config.scheduler_config.policy} is not supported; accepted: fcfs"
-    if vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER):
+    if vllm_config.scheduler_config.scheduler_cls not in (None, *SCHEDULERS.values()):
         yield f"--scheduler-cls {vllm_config.scheduler_config.scheduler_cls} is not supported; leave it out"
     if model.enable_prompt_embeds:
         yield "--enable-prompt-embeds is not supported: pages are planned and shared by token ids"
@@ -95,10 +96,7 @@ def configure(vllm_config: Any) -> None:
     vllm_config.cache_config.block_size = PAGE_SIZE
     vllm_config.cache_config.user_specified_block_size = True
     vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
-    vllm_config.scheduler_config.scheduler_cls = SCHEDULER
-    if vllm_config.scheduler_config.async_scheduling:
-        logger.info("kvstrata schedules synchronously; async scheduling is switched off")
-        vllm_config.scheduler_config.async_scheduling = False
+    vllm_config.scheduler_config.scheduler_cls = SCHEDULERS[bool(vllm_config.scheduler_config.async_scheduling)]
     vllm_config.model_config.disable_cascade_attn = True
 
 
@@ -126,7 +124,7 @@ def watch_configs() -> None:
 def watch_requests() -> None:
     if hasattr(InputProcessor, _MARK):
         return
-    original = InputProcessor._validate_params
+    original, process = InputProcessor._validate_params, InputProcessor.process_inputs
 
     def validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         original(self, params, *args, **kwargs)
@@ -134,5 +132,12 @@ def watch_requests() -> None:
         if settings is not None:
             request_settings(settings, getattr(params, "extra_args", None))
 
+    def process_inputs(self: Any, *args: Any, resumable: bool = False, **kwargs: Any) -> Any:
+        # such a session takes back its last token's page when more input comes
+        if resumable and settings_of(self.vllm_config) is not None:
+            raise ValueError("kvstrata: streaming input sessions are not supported; accepted: requests whose prompt is whole")
+        return process(self, *args, resumable=resumable, **kwargs)
+
     InputProcessor._validate_params = validate_params
+    InputProcessor.process_inputs = process_inputs
     setattr(InputProcessor, _MARK, original)

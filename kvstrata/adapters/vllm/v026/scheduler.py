@@ -1,7 +1,8 @@
-"""The engine's scheduler, which lends the manager its requests and tells the workers what pages a step takes."""
+"""The engine's schedulers. They lend the manager their requests and tell the workers what pages a step takes."""
 
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvstrata.adapters.vllm.delta import StepDelta
@@ -10,12 +11,19 @@ from kvstrata.adapters.vllm.v026.metrics import SchedulerFigures
 from kvstrata.adapters.vllm.v026.plans import Plans
 
 
-class FrameScheduler(Scheduler):
+class Frames(Scheduler):
+    """What both schedulers do beyond the engine's own.
+
+    A scheduler that is a step ahead does not know the newest token of a request, but a page settles only once the token after its last is
+    computed: all of its own are known by then. Blocks of a request that ended while a step was under way are written once more by that
+    step, and by the next only after it: steps run one after another on the device."""
+
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         (manager,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(manager, FrameManager), "the layers did not ask for frames"
         self.frames = manager
+        # since the last step: the engine preempts between steps too, when its prefix cache is reset
         self._preempted: list[str] = []
         self.plans = Plans(vllm_config, manager.kv_cache_spec)
         manager.lend(self.requests, self.plans)
@@ -26,7 +34,6 @@ class FrameScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self._preempted = []
         out = super().schedule(*args, **kwargs)
         deltas = {}
         for request_id, new in out.num_scheduled_tokens.items():
@@ -34,6 +41,7 @@ class FrameScheduler(Scheduler):
             deltas[request_id] = self.frames.take_delta(request_id, self.requests[request_id].num_computed_tokens - new)
         # a field of its own: the dataclass travels to the workers whole
         out.kvstrata = StepDelta(deltas, tuple(self._preempted))
+        self._preempted.clear()
         return out
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,3 +60,11 @@ class FrameScheduler(Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.plans.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
+
+
+class FrameScheduler(Frames):
+    """Schedules a step when the one before has ended."""
+
+
+class AsyncFrameScheduler(Frames, AsyncScheduler):
+    """Schedules a step while the one before runs."""

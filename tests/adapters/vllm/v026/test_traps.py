@@ -6,6 +6,8 @@ Refusals at start are in test_config.py. Pages computed in a pruned context do n
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+from vllm import SamplingParams
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvstrata.adapters.vllm.causal import most_frames
@@ -105,8 +107,6 @@ def prompts_of_every_length_around_a_page(engine: Engine) -> None:
 
 def an_aborted_request_gives_its_blocks_back(engine: Engine) -> None:
     llm = engine.llm.llm_engine
-    from vllm import SamplingParams
-
     for i, (ids, _) in enumerate(WORK[:4]):
         llm.add_request(f"abort-{i}", {"prompt_token_ids": ids}, SamplingParams(max_tokens=50, ignore_eos=True, detokenize=False))
     for _ in range(4):
@@ -118,6 +118,13 @@ def an_aborted_request_gives_its_blocks_back(engine: Engine) -> None:
     assert engine.scheduler.frames.check_integrity()["held"] == 0
 
 
-def test_no_graph_support_is_declared_that_is_not_there() -> None:
-    assert FrameBuilder._cudagraph_support is AttentionCGSupport.NEVER
+def test_graphs_are_declared_for_what_has_fixed_addresses_alone() -> None:
+    """Steps of one token a request (tests/adapters/vllm/test_rows.py); what a chunk reads is made anew."""
+    assert FrameBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     assert PAGE_SIZE == 32
+
+
+def test_a_session_of_streaming_inputs_is_refused(start: Callable[..., Engine]) -> None:
+    processor = start(SETTINGS).llm.llm_engine.input_processor
+    with pytest.raises(ValueError, match="streaming input sessions are not supported; accepted: requests whose prompt is whole"):
+        processor.process_inputs("a", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(), ("generate",), resumable=True)
