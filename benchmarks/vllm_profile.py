@@ -71,8 +71,12 @@ class StepProfile:
         phase.looked = (time.perf_counter() - self._started) / (STEPS - self._left)
         self._profiler.stop()
         steps = STEPS - self._left
+        on_device = torch.cuda.is_available()
         for event in self._profiler.key_averages():
-            phase.kernels[event.key] += (event.self_device_time_total or event.self_cpu_time_total) / steps
+            # calls of the host have no time on the device
+            us = event.self_device_time_total if on_device else event.self_cpu_time_total
+            if us:
+                phase.kernels[event.key] += us / steps
         self._profiler, phase.done = None, True
 
     def summary(self) -> dict[str, Any]:
