@@ -1,12 +1,13 @@
 """Decode over anchors in the geometry of Qwen3-8B, beside the best bf16 kernel: HyQuant's Tables 6 to 8, attention alone.
 
-    python -m benchmarks.bench_hyquant [--fa3 path/of/_vllm_fa3_C.abi3.so]
+    python -m benchmarks.bench_hyquant [--fa3 path/of/_vllm_fa3_C.abi3.so] [--no-decode]
 
 A layer's attention is timed and multiplied by 36; nothing else of the model runs. A sequence has a sink page and the window of 128 tokens,
 at its mean width, 192, in BF16; of the other tokens 5% are anchors, each KV head its own, and the rest, their bits cleared, INT2 or INT4.
 """
 
 import argparse
+import json
 import statistics
 import time
 
@@ -14,7 +15,7 @@ import torch
 
 from benchmarks.baselines import best_bf16, fa3
 from benchmarks.bench_decode import HEAD_DIM, HEADS, kernels
-from benchmarks.common import check, copy_bandwidth, microseconds, random_arena, relative_error, save, softmax_scale
+from benchmarks.common import RESULTS, check, copy_bandwidth, microseconds, random_arena, relative_error, save, softmax_scale
 from kvstrata.config import StoreConfig
 from kvstrata.ops.decode import decode, decode_ref
 from kvstrata.policy import Signals, make_policy
@@ -80,20 +81,27 @@ def choosing(tokens: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fa3", help="path of vLLM's _vllm_fa3_C.abi3.so: adds FlashAttention 3 with a paged bf16 cache")
+    parser.add_argument("--decode", action=argparse.BooleanOptionalAction, default=True, help="whether decode is timed, or choosing alone")
     options, _ = parser.parse_known_args()
     for tier, anchor_tier in SETTINGS:
         arena, table, _ = random_arena(counts(2048, 2, tier, anchor_tier), HEADS, HEAD_DIM, live_fraction=live(tier))
         q = torch.randn(2, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         out, ref = (f(q, arena, table, 1.0, dense_dtype=torch.bfloat16)[0] for f in (decode, decode_ref))
         check(f"{tier.name} with anchors at {anchor_tier.name}", relative_error(out, ref), 6e-3)
-    choosing(1024)  # what runs for the first time takes long
-    writes = [choosing(tokens) for tokens in (8192, 32768)]
+    writes = []
+    for tokens in (8192, 32768):
+        choosing(tokens)  # what runs for the first time takes long
+        writes.append(choosing(tokens))
     for row in writes:
         print(
             f"{row['tokens']}: writing a layer's token {row['plain_us']:.0f} us, with choosing anchors {row['choose_us']:.0f} us; "
             f"steps {row['plain_step_us']:.0f} and {row['choose_step_us']:.0f} us",
             flush=True,
         )
+    if not options.decode:
+        path = RESULTS / "hyquant_decode.json"
+        save("hyquant_decode", [row for row in json.loads(path.read_text())["rows"] if "choose_us" not in row] + writes)
+        return
     copy, scale = copy_bandwidth(), softmax_scale(HEAD_DIM)
     rows: list[dict[str, object]] = []
     for tokens in TOKENS:

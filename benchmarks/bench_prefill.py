@@ -1,6 +1,6 @@
 """A prompt's attention in 8 bits with lines and a window whole: time against bf16 SDPA, and error against uniform quantization.
 
-    python -m benchmarks.bench_prefill [--activations FILE ... [--lengths 16384,32768] [--no-times]]
+    python -m benchmarks.bench_prefill [--activations FILE ... [--lengths 16384,32768] [--no-times]] [--tokens 8192,131072]
 
 Times, launched as a CUDA graph (`us`) and one by one (`eager_us`): the geometry of Qwen3-8B, 5% lines, random numbers; "pack" is the pass
 that quantizes, part of both; how lines are chosen is not.
@@ -11,6 +11,7 @@ or window, after SageAttention: codes of Q and K with a scale a row and a tile, 
 import argparse
 import itertools
 import json
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -63,7 +64,7 @@ def check_all() -> None:
         check(f"prefill {scores} against float64", relative_error(out, x), 5e-2)
 
 
-def times(tokens: int) -> list[dict[str, object]]:
+def times(tokens: int) -> Iterator[dict[str, object]]:
     q, k, v, lines = random_inputs(tokens)
     scale = softmax_scale(HEAD_DIM)
     bf16 = {}
@@ -73,7 +74,6 @@ def times(tokens: int) -> list[dict[str, object]]:
             bf16[name] = microseconds(partial(attend, *dense, is_causal=True, scale=scale, enable_gqa=True))
     best = min(bf16.values())
     print(f"{tokens}: " + ", ".join(f"{n} {t / 1e3:.2f} ms" for n, t in bf16.items()), flush=True)
-    rows = []
     for scores in SCORES:
         how = {"window": WINDOW, "scores": scores}
         us = microseconds(partial(prefill_cuda.prefill_cuda, q, k, v, lines, scale, **how))
@@ -94,10 +94,9 @@ def times(tokens: int) -> list[dict[str, object]]:
         if tokens == TOKENS[0]:
             run = partial(prefill_triton, q, k, v, lines, scale, window=WINDOW, precision=Precision(scores))
             row["triton_us"] = microseconds(run, graph=False)
-        rows.append(row)
+        yield row
         ratios = f"{us / best:.3f} of bf16, launched one by one {eager / best:.3f} ({attend_us / best:.3f} without the pass)"
         print(f"  {scores}: {us / 1e3:.3f} ms, {row['tflops']:.0f} TFLOP/s, {ratios}", flush=True)
-    return rows
 
 
 def errors(path: str, lengths: list[int]) -> list[dict[str, object]]:
@@ -129,16 +128,16 @@ def errors(path: str, lengths: list[int]) -> list[dict[str, object]]:
     return rows
 
 
-def save_errors(rows: list[dict[str, object]]) -> None:
-    """With what other runs have found on other layers and lengths of context: they need not all be carried to the GPU at once."""
+def add(name: str, rows: list[dict[str, object]]) -> None:
+    """Save rows beside those that other runs have found, on the same kind of GPU, of other contexts, layers and lengths."""
 
     def key(row: dict[str, object]) -> str:
-        return json.dumps([row[x] for x in ("activations", "layer", "tokens", "scores")], sort_keys=True)
+        return json.dumps([row.get(x) for x in ("activations", "layer", "tokens", "scores")], sort_keys=True)
 
-    path = RESULTS / "prefill_error.json"
+    path = RESULTS / f"{name}.json"
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     new = {key(row) for row in rows}
-    save("prefill_error", [row for row in old if key(row) not in new] + rows)
+    save(name, sorted([row for row in old if key(row) not in new] + rows, key=lambda row: row["tokens"]))
 
 
 def main() -> None:
@@ -148,17 +147,17 @@ def main() -> None:
         "--lengths", default="", help="lengths of context to look at of each file, with commas between; all of it by default"
     )
     parser.add_argument("--times", action=argparse.BooleanOptionalAction, default=True, help="whether anything is timed")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="lengths of prompts that are timed")
     options, _ = parser.parse_known_args()
     lengths = [int(x) for x in options.lengths.split(",") if x]
     check_all()
     if options.activations:
-        save_errors([row for path in options.activations for row in errors(path, lengths)])
+        add("prefill_error", [row for path in options.activations for row in errors(path, lengths)])
     if not options.times:
         return
-    rows: list[dict[str, object]] = []
-    for tokens in TOKENS:
-        rows += times(tokens)
-        save("prefill", rows)
+    for tokens in map(int, options.tokens.split(",")):
+        for row in times(tokens):
+            add("prefill", [row])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvstrata.ops import backend
 
-KEYS, ROWS = 128, 64
-"""Keys of a program, and rows (a query and a head of the group) that it takes at a time."""
+KEYS, ROWS, SUMS = 128, 64, 128
+"""Keys of a program, rows (a query and a head of the group) that it takes at a time, sums of a row that are joined at a time. Nothing is
+compiled anew as a context grows."""
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def keys_of(k_ptr, visible_ptr, n, stride_kn, heads, head, offs_d, D: tl.constex
     return keys, there, k
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "n"])
 def sums_kernel(q_ptr, k_ptr, visible_ptr, sums_ptr, tokens, rows, group, n, heads, factor, stride_qt, stride_qh, stride_kn, stride_kh,
                 D: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """grid (blocks of keys, KV heads). sums float32 [H, rows, blocks]: log2 of the sum of exp(logit) over the block, or -inf."""
@@ -53,17 +54,23 @@ def sums_kernel(q_ptr, k_ptr, visible_ptr, sums_ptr, tokens, rows, group, n, hea
         tl.store(sums_ptr + to, top + tl.log2(total), mask=row < rows)
 
 
-@triton.jit
-def join_kernel(sums_ptr, lse_ptr, blocks, PADDED: tl.constexpr):
+@triton.jit(do_not_specialize=["blocks"])
+def join_kernel(sums_ptr, lse_ptr, blocks, SUMS: tl.constexpr):
     """grid (H * rows,). sums float32 [H, rows, blocks] -> lse [H, rows], base 2 both."""
-    offs = tl.arange(0, PADDED)
+    offs = tl.arange(0, SUMS)
     row = tl.program_id(0).to(tl.int64)
-    x = tl.load(sums_ptr + row * blocks + offs, mask=offs < blocks, other=-float("inf"))
-    top = tl.maximum(tl.max(x, 0), -1e30)
-    tl.store(lse_ptr + row, top + tl.log2(tl.sum(tl.exp2(x - top), 0)))
+    top = tl.full([SUMS], -1e30, tl.float32)
+    total = tl.zeros([SUMS], tl.float32)
+    for first in tl.range(0, blocks, SUMS):
+        x = tl.load(sums_ptr + row * blocks + first + offs, mask=first + offs < blocks, other=-float("inf"))
+        higher = tl.maximum(top, x)
+        total = total * tl.exp2(top - higher) + tl.exp2(x - higher)
+        top = higher
+    highest = tl.max(top, 0)
+    tl.store(lse_ptr + row, highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "n"])
 def mass_kernel(q_ptr, k_ptr, visible_ptr, lse_ptr, out_ptr, tokens, rows, group, n, heads, factor, stride_qt, stride_qh, stride_kn, stride_kh,
                 D: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """grid (blocks of keys, KV heads). lse float32 [H, rows], base 2; out float32 [H, n]."""
@@ -97,6 +104,6 @@ def mass_triton(q: Tensor, k: Tensor, scale: float, visible: Tensor | None) -> T
     sizes = (t, rows, hq // h, n, h, scale * 1.4426950408889634, *q.stride()[:2], *k.stride()[:2])
     how = {"D": d, "PADDED": triton.next_power_of_2(d), "MASKED": visible is not None, "KEYS": KEYS, "ROWS": ROWS, "num_warps": 4}
     sums_kernel[(blocks, h)](q, k, there, sums, *sizes, **how)
-    join_kernel[(h * rows,)](sums, lse, blocks, PADDED=triton.next_power_of_2(blocks), num_warps=1)
+    join_kernel[(h * rows,)](sums, lse, blocks, SUMS=SUMS, num_warps=1)
     mass_kernel[(blocks, h)](q, k, there, lse, out, *sizes, **how)
     return out

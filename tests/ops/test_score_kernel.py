@@ -13,6 +13,7 @@ CASES = [
     pytest.param(23, 2, 3, 80, 300, id="head-dim-80"),
     pytest.param(64, 1, 7, 64, 64, id="only-the-queries-own"),
     pytest.param(100, 3, 1, 96, 129, id="more-queries"),
+    pytest.param(3, 1, 2, 64, 128 * 130 + 1, id="more-blocks-than-are-joined-at-a-time"),
 ]
 
 
