@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Model = Annotated[str, typer.Option(help="Folder, hub id, or smollm2, qwen05, qwen15.")]
-Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role, triaxial, hyquant.")]
+Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role, triaxial, hyquant, strata.")]
 TierName = Annotated[str | None, typer.Option(help="Tier of policies that take one: INT2, INT3, INT4, INT8, BF16.")]
 Budget = Annotated[float | None, typer.Option(help="Real bits per KV element, everything counted; instead of --tier.")]
 Codec = Annotated[str, typer.Option(help="planes, or a paper's layout: kivi, triaxial, hyquant, hyquant-fp, fp8, int8.")]

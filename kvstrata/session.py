@@ -22,6 +22,7 @@ from kvstrata.policy import POLICIES, Budget, BudgetTooSmallError, Signals, make
 from kvstrata.policy.budget import MOST_BITS
 from kvstrata.policy.thinned import Thinned
 from kvstrata.store.layout import Layout
+from kvstrata.store.page import Sequence
 from kvstrata.store.queries import NONE
 from kvstrata.store.store import Store
 from kvstrata.tagging.calls import parse_reply
@@ -56,7 +57,8 @@ class Session:
 
     policy, policy_settings: as kvstrata.policy.make_policy takes them. budget_bits: real bits a K and V element, averaged over the
     conversation, which counts as BUDGET_HORIZON tokens while it is shorter; where the recent window alone takes more, the policy's
-    cheapest plan stands in, and the report says so (floor_bytes).
+    cheapest plan stands in, and the report says so (floor_bytes). budget_bytes: bytes that the conversation may take however long it grows,
+    instead.
     codec, window, dense_dtype, capacity_tokens: of the store made for this session; store: share this one instead (sessions of one
     model then reuse each other's prefixes). window defaults to the policy's (64, triaxial: 0), dense_dtype to bfloat16, and to the model's
     own type for policy "full". chunk_tokens: of a turn, that run at once under a policy that evicts: a session keeps to its budget, and one
@@ -73,6 +75,7 @@ class Session:
         policy: str = "role",
         budget_bits: float | None = None,
         *,
+        budget_bytes: int | None = None,
         policy_settings: Mapping[str, Any] | None = None,
         codec: str = "planes",
         window: int | None = None,
@@ -81,7 +84,7 @@ class Session:
         chunk_tokens: int = CHUNK,
         store: Store | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.budget_bits = model, tokenizer, budget_bits
+        self.model, self.tokenizer, self.budget_bits, self.budget_bytes = model, tokenizer, budget_bits, budget_bytes
         if store is None:
             if dense_dtype is None and policy == "full":
                 dense_dtype = str(model.dtype).removeprefix("torch.")
@@ -312,10 +315,11 @@ class Session:
 
     def _plan(self, token_ids: list[int]) -> Plan:
         spans, n = self._spans_of(token_ids), len(token_ids)
-        held = tuple(page.tier for page in self._sequence.pages[: self._sequence.settled]) if self._cache.sequence_ids else ()
+        s = self._sequence if self._cache.sequence_ids else Sequence(0)
         window = -(-n // PAGE_SIZE) - self.store.first_window_page(n)
-        signals = Signals(current_turn=max((s.turn for s in spans), default=0), held=held, window_pages=window)
-        if self.budget_bits is None:
+        held, turn = tuple(page.tier for page in s.pages[: s.settled]), max((span.turn for span in spans), default=0)
+        signals = Signals(turn, tuple(s.weights.tolist()), held, window)
+        if self.budget_bits is None and self.budget_bytes is None:
             return self.policy.plan(spans, n, signals)
         try:
             return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=max(self._limit(n), 1)))
@@ -327,14 +331,19 @@ class Session:
     def _limit(self, num_tokens: int) -> int:
         """Bytes that a plan may take: the budget's, less what the window still grows by before its next group settles. Without that reserve
         older pages would pay for the window where it is widest with planes that they cannot win back where it is narrow again."""
-        assert self.budget_bits is not None
         pages = -(-num_tokens // PAGE_SIZE)
         to_come = self.store.widest_window_pages - (pages - self.store.first_window_page(num_tokens))
         # a page costs the window all of its bytes with its first token
         moments = [(0, num_tokens), *((i + 1, (pages + i) * PAGE_SIZE + 1) for i in range(to_come))]
         dense = self.layout.tier_bytes()[Tier.BF16]
-        bits = min(self.budget_bits, MOST_BITS)
-        return min(int(bits * self.layout.elements(max(n, BUDGET_HORIZON)) / 8) - new * dense for new, n in moments)
+        return min(self._allowance(n) - new * dense for new, n in moments)
+
+    def _allowance(self, num_tokens: int) -> int:
+        """Bytes that a conversation of so many tokens may take."""
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        assert self.budget_bits is not None
+        return int(min(self.budget_bits, MOST_BITS) * self.layout.elements(max(num_tokens, BUDGET_HORIZON)) / 8)
 
     def _budget(self, num_tokens: int, *, bits: float | None = None, num_bytes: int | None = None) -> Budget:
         pages = -(-num_tokens // PAGE_SIZE)
@@ -345,6 +354,11 @@ class Session:
 
     def _check_budget(self) -> None:
         """Raise BudgetTooSmallError where even an endless conversation, on which sinks and window cost nothing, would not fit."""
+        if self.budget_bytes is not None:
+            if self.budget_bits is not None:
+                raise ValueError(f"budget_bits {self.budget_bits} and budget_bytes {self.budget_bytes} exclude each other; give one")
+            if isinstance(self.budget_bytes, bool) or not isinstance(self.budget_bytes, int) or self.budget_bytes < 1:
+                raise ValueError(f"budget_bytes is {self.budget_bytes!r}; accepted: a whole number of bytes, 1 or more, or None")
         if self.budget_bits is None:
             return
         if not isinstance(self.budget_bits, int | float):

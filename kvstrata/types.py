@@ -194,6 +194,24 @@ class Thinning:
 
 
 @dataclass(frozen=True, slots=True)
+class Weighing:
+    """How the newest queries say what a page is worth, for the next plan. They do as a step ends, when a page that it settles has been
+    written: it has `tier` at least until that plan takes planes away again, which moves nothing. Where the arena has no frames for
+    that, pages settle at their planned tier. refresh: tokens that are generated before pages are weighed anew, as they are when a turn
+    begins. decay: what counts of earlier weights then."""
+
+    tier: Tier = Tier.INT4
+    refresh: int = 64
+    decay: float = 0.5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.refresh, bool) or not isinstance(self.refresh, int) or self.refresh < 1:
+            raise ValueError(f"refresh is {self.refresh!r}; accepted: a whole number of tokens, 1 or more")
+        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 <= self.decay <= 1:
+            raise ValueError(f"decay is {self.decay!r}; accepted: 0 to 1")
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a policy returns: the tier of each page, and dead tokens inside pages that live on.
 
@@ -201,6 +219,7 @@ class Plan:
     dead[i] is a 32-bit mask of page i's dead tokens (bit j = token j of the page); absent = none.
     anchors: how, and how many, tokens of quantized pages are kept at a higher tier besides; None = none.
     thinning: which tokens of settled pages live on where there are too many; None = all.
+    weighing: how pages are weighed by the newest queries; None = they are not.
     """
 
     tiers: tuple[Tier, ...]
@@ -208,6 +227,7 @@ class Plan:
     dead: dict[int, int] = field(default_factory=dict)
     anchors: "Anchors | None" = None
     thinning: "Thinning | None" = None
+    weighing: "Weighing | None" = None
 
     def tier(self, page: int) -> Tier:
         return self.tiers[page] if page < len(self.tiers) else self.default

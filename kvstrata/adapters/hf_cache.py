@@ -1,5 +1,6 @@
 """What transformers sees of a store: a cache whose tokens are sequences of the store. Knows nothing of attaching, tags or policies."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvstrata.attend import attend
+from kvstrata.store.page import Sequence
 from kvstrata.store.step import Step
 from kvstrata.store.store import Store
+from kvstrata.store.weigh import is_due, weigh
 from kvstrata.types import PAGE_SIZE, Plan
 
 Planner = Callable[[list[int]], Plan]
@@ -324,9 +327,20 @@ class StrataCache(Cache):
     def commit(self) -> None:
         if self._step is not None:
             step, self._step = self._step, None
+            settled = [s.settled for s in step.sequences]
             step.commit()
+            for s, before, tokens in zip(step.sequences, settled, itertools.pairwise(step.cu_seqlens), strict=True):
+                self._settle(s, before, tokens[1] - tokens[0])
             for layer in self._sliding.values():
                 layer.trim()
+
+    def _settle(self, s: Sequence, settled: int, new: int) -> None:
+        """Weigh a sequence's pages after a step of `new` tokens, if that is due, and take from them what the next plan does."""
+        due = is_due(s, new)
+        if due:
+            weigh(self.store, s)
+        if self.planner is not None and s.plan.weighing is not None and (due or s.settled > settled):
+            self.store.set_plan(s.id, self.planner(s.token_ids))
 
     def abort(self) -> None:
         """Undo a forward pass that did not end."""

@@ -28,7 +28,7 @@ from kvstrata.eval.study import record
 from kvstrata.eval.traces import Trace, load_traces
 from kvstrata.policy import Budget, Signals, make_policy
 from kvstrata.policy.profile import AXES, SHAPE, Profile, load_profile
-from kvstrata.policy.tags import MODALITIES, ROLES, page_tags, tags_by_token
+from kvstrata.policy.tags import MODALITIES, ROLES, page_tags
 from kvstrata.store.layout import Layout
 from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Age, Tier
@@ -66,7 +66,7 @@ def plan_tiers(layout: Layout, conversation: Conversation, path: str) -> list[Ti
 
 def plan_change(conversation: Conversation, tiers: Sequence[Tier], last: Sequence[Tier]) -> dict[str, Any]:
     """moved: pages with another tier than in the last plan. tags: tokens, mean tier here and there of each tag."""
-    counts = page_tags(tags_by_token(conversation.spans, len(conversation)))
+    counts = page_tags(conversation.spans, len(conversation))
     tags = []
     for code in np.flatnonzero(counts.sum(0)):
         age, modality, role = np.unravel_index(code, SHAPE)

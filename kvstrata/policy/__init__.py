@@ -8,6 +8,7 @@ from kvstrata.policy.budget import Budget, BudgetTooSmallError, Signals
 from kvstrata.policy.full import Full
 from kvstrata.policy.hyquant import HyQuant
 from kvstrata.policy.role import ByRole
+from kvstrata.policy.strata import Strata
 from kvstrata.policy.thinned import H2O, Chance, IntentKV, Recent, SnapKV, Streaming, Thinned
 from kvstrata.policy.triaxial import TriAxial
 from kvstrata.policy.uniform import Uniform
@@ -24,7 +25,7 @@ class Policy(Protocol):
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan: ...
 
 
-POLICIES: dict[str, type[Full | Uniform | Window | ByRole | TriAxial | HyQuant | Thinned]] = {
+POLICIES: dict[str, type[Full | Uniform | Window | ByRole | TriAxial | HyQuant | Thinned | Strata]] = {
     "full": Full,
     "uniform": Uniform,
     "window": Window,
@@ -37,6 +38,7 @@ POLICIES: dict[str, type[Full | Uniform | Window | ByRole | TriAxial | HyQuant |
     "h2o": H2O,
     "recent": Recent,
     "random": Chance,
+    "strata": Strata,
 }
 
 

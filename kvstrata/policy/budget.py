@@ -20,12 +20,13 @@ class BudgetTooSmallError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """current_turn: the newest user turn. mass: attention mass of each page, if it was measured (any scale, one number a page).
+    """current_turn: the newest user turn. mass: what the leading pages were worth to the newest queries, if that was
+    measured (store/weigh.py), one number a page, any scale; 0 where it was not.
     held: tiers of the pages that are stored already, from the first on; none of them can rise, so bytes for that are better spent.
     window_pages: pages at the end that are BF16 whatever the plan says; a budget says so too."""
 
     current_turn: int = 0
-    mass: tuple[float, ...] | None = None
+    mass: tuple[float, ...] = ()
     held: tuple[Tier, ...] = ()
     window_pages: int = 0
 
@@ -86,7 +87,9 @@ class Budget:
 
     def cost(self, tiers: Sequence[Tier]) -> int:
         """Bytes of a plan."""
-        return sum(self.page_bytes(page, tier) for page, tier in enumerate(tiers))
+        stored = tuple(tiers[: max(0, self.num_pages - self.window_pages)])
+        dense = (len(tiers) - len(stored)) * self.tier_bytes[Tier.BF16]
+        return dense + sum(stored.count(t) * self.tier_bytes[t] for t in Tier if t and t in stored)
 
     def real_bits(self, num_bytes: int) -> float:
         """Real bits an element of `num_bytes` in this sequence."""

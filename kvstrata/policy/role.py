@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.policy.budget import QUANTIZED, Budget, Signals, check_sinks, check_tiers, num_pages
-from kvstrata.policy.tags import MODALITIES, ROLES, page_tags, tags_by_token
+from kvstrata.policy.tags import MODALITIES, ROLES, page_tags
 from kvstrata.types import Age, Modality, Plan, Role, Span, Tier
 
 INT2, INT3, INT4 = Tier.INT2, Tier.INT3, Tier.INT4
@@ -55,7 +55,7 @@ class ByRole:
         """The table. Under a budget first refinement planes go, then whole pages, both in GIVE_UP's order; instructions are never evicted.
         Raises ValueError below that floor."""
         pages = num_pages(num_tokens, budget)
-        counts = page_tags(tags_by_token(spans, num_tokens, signals.current_turn))
+        counts = page_tags(spans, num_tokens, signals.current_turn)
         heard = counts >= np.minimum(MIN_TOKENS, counts.max(1, initial=0))[:, None]
         tiers = [self._nearest(Tier(wish)) for wish in np.where(heard, _WISH, 0).max(1, initial=0).tolist()]
         tiers[: self.sinks] = [Tier.BF16] * min(self.sinks, pages)

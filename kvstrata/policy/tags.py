@@ -40,25 +40,46 @@ def tags_by_token(spans: Sequence[Span], num_tokens: int, current_turn: int | No
     role = np.full(num_tokens, ROLES.index(Role.ASSISTANT), np.int8)
     end = 0
     for span in spans:
-        if span.start != end:
-            raise ValueError(f"span [{span.start}, {span.end}) follows one that ends at {end}; spans must partition the tokens in order")
+        check_follows(span, end)
         end = span.end
         tag = span.tag(turn)
         age[span.start : end] = tag.age
         modality[span.start : end] = MODALITIES.index(tag.modality)
         role[span.start : end] = ROLES.index(tag.role)
-    if end > num_tokens:
-        raise ValueError(f"spans end at {end}; there are {num_tokens} tokens")
+    check_ends(end, num_tokens)
     return TokenTags(age, modality, role)
 
 
-def page_tags(tags: TokenTags) -> NDArray[np.int32]:
-    """int32 [pages, 56]: how many tokens of each tag a page holds.
+def page_tags(spans: Sequence[Span], num_tokens: int, current_turn: int | None = None) -> NDArray[np.int32]:
+    """int32 [pages, 56]: how many tokens of each tag a page holds; arguments and errors as of tags_by_token.
 
     A histogram, not one tag: a page of 32 tokens often holds a call, its delimiters and a result, and which of them decides is for a
-    policy to say.
+    policy to say. Counted by runs of one tag in one page, which are far fewer than tokens.
     """
-    num_pages = -(-len(tags.role) // PAGE_SIZE)
-    page = np.arange(len(tags.role)) // PAGE_SIZE
-    counts = np.bincount(page * NUM_TAGS + tags.code, minlength=num_pages * NUM_TAGS)
-    return counts.reshape(num_pages, NUM_TAGS).astype(np.int32)
+    turn = max(max((s.turn for s in spans), default=0) if current_turn is None else current_turn, 0)
+    starts, codes, end = [], [], 0
+    for span in spans:
+        check_follows(span, end)
+        tag, end = span.tag(turn), span.end
+        starts.append(span.start)
+        codes.append((tag.age * len(MODALITIES) + MODALITIES.index(tag.modality)) * len(ROLES) + ROLES.index(tag.role))
+    check_ends(end, num_tokens)
+    if end < num_tokens:
+        starts.append(end)
+        codes.append(ROLES.index(Role.ASSISTANT))
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    bounds = np.union1d(np.array(starts, np.int64), np.arange(0, num_tokens, PAGE_SIZE))
+    code = np.array(codes, np.int64)[np.searchsorted(starts, bounds, side="right") - 1] if num_tokens else np.zeros(0, np.int64)
+    counts = np.zeros(num_pages * NUM_TAGS, np.int32)
+    np.add.at(counts, bounds // PAGE_SIZE * NUM_TAGS + code, np.diff(bounds, append=num_tokens).astype(np.int32))
+    return counts.reshape(num_pages, NUM_TAGS)
+
+
+def check_follows(span: Span, end: int) -> None:
+    if span.start != end:
+        raise ValueError(f"span [{span.start}, {span.end}) follows one that ends at {end}; spans must partition the tokens in order")
+
+
+def check_ends(end: int, num_tokens: int) -> None:
+    if end > num_tokens:
+        raise ValueError(f"spans end at {end}; there are {num_tokens} tokens")

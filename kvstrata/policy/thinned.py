@@ -98,8 +98,7 @@ class Thinned:
 
     def _spared(self, spans: Sequence[Span], num_tokens: int, current_turn: int, body: range) -> tuple[list[int], list[int]]:
         """Pages of the body that are never evicted, and those of the newest turns, ascending."""
-        tags = tags_by_token(spans, num_tokens, current_turn)
-        counts = page_tags(tags)[body.start : body.stop]
+        counts = page_tags(spans, num_tokens, current_turn)[body.start : body.stop]
         roles = np.isin(np.arange(counts.shape[1]) % len(ROLES), [ROLES.index(r) for r in self.spare])
         ages = np.arange(counts.shape[1]) // (counts.shape[1] // len(Age)) < min(self.turns, len(Age))
         never = (counts * roles).any(1)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvstrata.policy.budget import QUANTIZED, Budget, Signals, check_sinks, num_pages
 from kvstrata.policy.knapsack import SOLVERS
 from kvstrata.policy.profile import AXES, MEASURES, distance_bins, load_profile
-from kvstrata.policy.tags import ROLES, page_tags, tags_by_token
+from kvstrata.policy.tags import ROLES, page_tags
 from kvstrata.policy.uniform import spread
 from kvstrata.types import PAGE_SIZE, Plan, Role, Span, Tier
 
@@ -25,11 +25,12 @@ ALL_AXES = (*AXES, "distance")
 """The paper's three, and the distance to the window: how far back a page lies, within whatever tag."""
 UNITS = ("page", "tag")
 TIERS = (Tier.EVICTED, *QUANTIZED, Tier.BF16)
-_INST = np.arange(56) % len(ROLES) == ROLES.index(Role.INST)
+IS_INST = np.arange(56) % len(ROLES) == ROLES.index(Role.INST)
 
 
 @cache
-def _table(profile: str, tiers: tuple[Tier, ...], axes: tuple[str, ...], measure: str) -> NDArray[np.float64]:
+def token_losses(profile: str, tiers: tuple[Tier, ...], axes: tuple[str, ...] = AXES, measure: str = "relative") -> NDArray[np.float64]:
+    """Loss of a token of each tag at each of `tiers`, float64 [56, tiers]."""
     loaded = load_profile(profile)
     return loaded.at(tiers, loaded.per_token(axes, measure))
 
@@ -85,7 +86,7 @@ class TriAxial:
         body = range(min(self.sinks, pages), pages) if budget is None else budget.body(self.sinks)
         tiers = [Tier.BF16] * min(self.sinks, pages) + [self.tiers[0]] * (pages - min(self.sinks, pages))
         default = max((t for t in self.tiers if t <= Tier.INT4), default=self.tiers[0])
-        counts = page_tags(tags_by_token(spans, num_tokens, signals.current_turn))[body.start : body.stop]
+        counts = page_tags(spans, num_tokens, signals.current_turn)[body.start : body.stop]
         lowest = self._lowest(counts, anything_else=bool(self.sinks or (budget is not None and budget.window_pages)))
         held = [signals.held[page] if page < len(signals.held) else Tier.BF16 for page in body]
         if self.frozen:
@@ -120,14 +121,14 @@ class TriAxial:
 
     def _losses(self, pages: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Loss of a token of each tag at each of `tiers`, float64 [56, tiers]; and the factor of each page's distance, [pages]."""
-        table = _table(self.profile, self.tiers, self.axes, self.measure)
+        table = token_losses(self.profile, self.tiers, self.axes, self.measure)
         return table, load_profile(self.profile).decay[distance_bins(pages)] if "distance" in self.axes else np.ones(pages)
 
     def _lowest(self, counts: NDArray[np.int32], anything_else: bool) -> list[Tier]:
         """The lowest tier that each page may have: instructions stay, and so does one page of a sequence that would keep nothing."""
         if self.tiers[0] is not Tier.EVICTED:
             return [self.tiers[0]] * len(counts)
-        kept = (counts * _INST).any(1)
+        kept = (counts * IS_INST).any(1)
         if len(kept) and not anything_else and not kept.any():
             kept[-1] = True
         return [self.tiers[1] if keep else Tier.EVICTED for keep in kept]

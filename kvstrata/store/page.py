@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvstrata.store.gathered import EMPTY, Gathered
@@ -57,6 +58,10 @@ class Sequence:
     """Of the session's asks, where the plan thins by them."""
     received: Tensor | None = None
     """Attention that each token got so far, float32 [layers, KV heads, tokens], where the plan thins by it."""
+    weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    """What each page was worth to the queries, float64 [pages]: the leading ones that were weighed (store/weigh.py)."""
+    weighed_at: int = 0
+    """Tokens that there were when pages were weighed."""
     scale: float = 1.0
     """Of q·k, as the model has it."""
     thinned: int = 0

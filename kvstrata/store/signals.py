@@ -27,8 +27,9 @@ POOL = 7
 
 
 def wants_newest(plan: Plan) -> bool:
-    """Whether the newest queries have to be kept (store/queries.py) for a thinning: they choose, or are remembered once known as asks."""
-    return plan.thinning is not None and plan.thinning.score in ("newest", "intent")
+    """Whether the newest queries have to be kept (store/queries.py): they weigh pages for the next plan, choose who survives a thinning,
+    or are remembered once known as asks."""
+    return plan.weighing is not None or (plan.thinning is not None and plan.thinning.score in ("newest", "intent"))
 
 
 class Watch:
@@ -44,11 +45,9 @@ class Watch:
         self._queries: dict[int, Tensor] = {}
         self._received: dict[int, Tensor] = {}
         self._contents = Contents(store, s, self._after) if thinning.score == "received" or thinning.residual is not None else None
-        self._scale = s.scale
 
     def write(self, layer: int, arena: Tensor, k: Tensor, v: Tensor, q: Tensor, scale: float) -> None:
         """k, v [N, H, D] and q [N, Hq, D] of the step's chunk."""
-        self._scale = scale
         if self._asked:
             at = torch.tensor([self._rows.start + p - self._before for p, _ in self._asked], device=q.device)
             self._queries[layer] = q[at].detach().to(self._store.dense_dtype)
@@ -67,7 +66,6 @@ class Watch:
 
     def commit(self) -> None:
         s, layers = self._s, range(self._store.config.num_layers)
-        s.scale = self._scale
         if self._contents is not None:
             new = torch.stack([self._received[layer] for layer in layers])
             old = s.received if s.received is not None else new.new_zeros(*new.shape[:2], 0)

@@ -62,14 +62,14 @@ class Step:
         self._written: set[int] = set()
         # once to count the frames, once to place them: they are had all together or not at all
         self._new: list[int] = []
-        self._choosing = True
+        self._choosing = self._staging = True
         try:
             self._new = store.allocate(self._count(token_ids))
         except OutOfFramesError:
-            if not self._chooses:
+            if not self._chooses and not self._stages:
                 raise
-            # without frames for other anchors those that are there stay
-            self._choosing = False
+            # without frames for other anchors those that are there stay; and pages settle at once where they are to be in the end
+            self._choosing = self._staging = False
             self._new = store.allocate(self._count(token_ids))
         self._pool = iter(self._new)
         self._plan_all(token_ids)
@@ -99,7 +99,7 @@ class Step:
 
     def _count(self, token_ids: list[list[int]]) -> int:
         """Frames that the step needs."""
-        self._needed, self._chooses = 0, False
+        self._needed, self._chooses, self._stages = 0, False, False
         self._plan_all(token_ids)
         return self._needed
 
@@ -204,7 +204,11 @@ class Step:
 
     def _tier(self, s: Sequence, p: int, settles: bool, count: int) -> Tier:
         if settles:
-            return self._store.layout.check_tier(s.plan.tier(p))
+            tier, weighing = self._store.layout.check_tier(s.plan.tier(p)), s.plan.weighing
+            if weighing is None or weighing.tier <= tier or not self._staging:
+                return tier
+            self._stages = True
+            return weighing.tier
         residual = self._store.layout.codec.residual_tier
         return residual if residual is not None and not self._store.config.window and count < PAGE_SIZE else Tier.BF16
 
@@ -253,6 +257,7 @@ class Step:
         Raises NonFiniteError naming layer, KV head, sequence and position, ValueError where q is missing; then only abort is left.
         """
         assert self.open, "the step has ended"
+        self._scale = scale
         store, c = self._store, self._store.config
         shape = (self.cu_seqlens[-1], c.num_kv_heads, c.head_dim)
         if k.shape != shape or v.shape != shape or not 0 <= layer < c.num_layers:
@@ -336,7 +341,7 @@ class Step:
             s.settled, s.version = change.settled, s.version + (change.settled != change.first or change.anchors is not None)
             if change.ring != s.ring:
                 self._store.queries.drop(s.ring)
-            s.ring, s.queries_from = change.ring, change.queries_from
+            s.ring, s.queries_from, s.scale = change.ring, change.queries_from, self._scale
             if change.anchors is not None:
                 for old in s.anchors:
                     arena.release(old.frames)

@@ -62,7 +62,7 @@ class Store:
 
     def check_plan(self, plan: Plan) -> None:
         """Raises ValueError for a tier that the codec lacks, and for a residual head that is none or is another model's."""
-        chosen = [x.tier for x in (plan.anchors, plan.thinning) if x is not None]
+        chosen = [x.tier for x in (plan.anchors, plan.thinning, plan.weighing) if x is not None]
         for tier in {*plan.tiers, plan.default, *chosen}:
             self.layout.check_tier(tier)
         if plan.thinning is not None and plan.thinning.residual is not None:
@@ -331,7 +331,8 @@ class Store:
         s.pages[whole:] = tail
         s.token_ids = s.token_ids[:num_tokens]
         s.settled, s.keys, s.version = min(s.settled, whole), s.keys[:whole], s.version + 1
-        s.queries_from, s.chosen_at = min(s.queries_from, num_tokens), min(s.chosen_at, num_tokens)
+        s.queries_from, s.chosen_at, s.weighed_at = (min(x, num_tokens) for x in (s.queries_from, s.chosen_at, s.weighed_at))
+        s.weights = s.weights[:whole]
         s.memory = s.memory.cropped(num_tokens)
         s.received = None if s.received is None else s.received[..., :num_tokens]
         self._keep_survivors(s)

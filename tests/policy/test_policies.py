@@ -54,7 +54,7 @@ def test_plan_is_within_budget_or_names_its_floor(name, runs, bits, window, sink
     policy = (
         make_policy(name)
         if name == "full"
-        else make_policy(name, sinks=sinks, tiers=tiers, **({} if name in ("role", "triaxial") else {"tier": tiers[-1]}))
+        else make_policy(name, sinks=sinks, tiers=tiers, **({} if name in ("role", "triaxial", "strata") else {"tier": tiers[-1]}))
     )
     limit = budget(num_tokens, window, bits=bits)
     try:
