@@ -200,19 +200,25 @@ def tag(
         raise typer.Exit(1)
 
 
-def _model_and_conversations(model: str, traces: list[str], out_path: Path, limit: int | None, skip: int) -> tuple[Any, Any, list[str]]:
-    """Once OUT can be written: the model, the conversations, and a line, said already, for each that is none."""
+def _model_and_conversations(
+    model: str, traces: list[str], out_path: Path, limit: int | None, skip: int, *, asked: bool = False
+) -> tuple[Any, Any, list[str]]:
+    """Once OUT can be written: the model, the conversations (asked: with their questions), and a line, said already, for each failure."""
     from kvstrata.calibrate.run import samples
 
     with usage_errors():
-        from kvstrata.eval.conversation import render
+        from kvstrata.eval.conversation import ask, render
         from kvstrata.eval.traces import load_traces
 
         out_path.parent.mkdir(parents=True, exist_ok=True)
         check_output("--out", out_path)
         found = [load_traces(source, None if limit is None else skip + limit) for source in traces]
     loaded, tokenizer = load_model(model)
-    read, failed = samples(lambda trace: render(tokenizer, trace), [t for f in found for t in f.traces[skip:]])
+
+    def conversation(trace: Any) -> Any:
+        return ask(tokenizer, trace, trace.questions)[0] if asked and trace.questions else render(tokenizer, trace)
+
+    read, failed = samples(conversation, [t for f in found for t in f.traces[skip:]])
     failed = [line for f in found for line in f.errors] + failed
     for line in failed:
         complain(line)
@@ -249,15 +255,25 @@ def train_intent(
     out_path: Annotated[Path, typer.Option("--out", help="The head, HEAD.safetensors; a report of its training lies beside it.")],
     limit: Annotated[int | None, typer.Option(help="Conversations of each source at most.", min=1)] = 16,
     skip: Annotated[int, typer.Option(help="Conversations of each source to leave out first, such as those to be judged on.", min=0)] = 0,
+    judge: Annotated[
+        list[str] | None, typer.Option(help="Traces that judge and teach nothing; default: every fourth conversation.")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Of the look at the current query's K-vectors; 0: none.", min=0)] = 0,
     epochs: Annotated[int, typer.Option(min=1)] = 12,
     seed: Annotated[int, typer.Option(help="Draws tokens, weights and order.")] = 0,
 ) -> None:
     """Learn what policy intentkv's rule misses: the attention that later turns really pay. The model stays as it is."""
+    from kvstrata.eval.traces import load_traces
     from kvstrata.intent.run import train_on
 
-    loaded, conversations, failed = _model_and_conversations(model, traces, out_path, limit, skip)
+    with usage_errors():
+        judging = {t.id for source in judge or () for t in load_traces(source, limit).traces}
+    loaded, conversations, failed = _model_and_conversations(model, [*traces, *(judge or ())], out_path, limit, skip, asked=True)
+    judges = sum(c.id in judging for c in conversations)
     with usage_errors(), progress_bar() as progress:
-        report = train_on(loaded, Path(model).name, conversations, out_path, epochs=epochs, seed=seed, progress=progress)
+        report = train_on(
+            loaded, Path(model).name, conversations, out_path, judges=judges, rank=rank, epochs=epochs, seed=seed, progress=progress
+        )
     kept = report["mass_kept"]
     for name in kept:
         out.print(f"{name}: " + ", ".join(f"{value:.3f} at {share}" for share, value in kept[name].items()), soft_wrap=True)

@@ -225,7 +225,7 @@ class Session:
         return (
             (self.store.queries.ring_bytes if s.ring != NONE else 0)
             + s.memory.nbytes
-            + (s.received.nbytes if s.received is not None else 0)
+            + sum(x.nbytes for x in (s.received, s.worth) if x is not None)
         )
 
     @property

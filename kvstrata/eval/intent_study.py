@@ -78,7 +78,13 @@ def make_rows(residual: str | None = None) -> list[Row]:
     ]
     if residual is not None:
         rows += [Row("ablation", f"{name_of(OURS, b)}, residual", kept(OURS, b, residual=residual)) for b in BUDGETS]
-        rows.append(Row("ablation", f"{main}, residual, no memory", kept(OURS, MAIN, residual=residual, memory=False)))
+        rows += [
+            Row("ablation", f"{main}, residual, newest turn too", kept(OURS, MAIN, residual=residual, turns=0)),
+            Row("ablation", f"{main}, residual, no memory", kept(OURS, MAIN, residual=residual, memory=False)),
+            # about the bytes of a quarter of the tokens at BF16
+            Row("tier", f"{name_of(OURS, 0.88)}, INT4, residual", kept(OURS, 0.88, Tier.INT4, residual=residual)),
+            Row("tier", f"{name_of(OURS, 0.44)}, INT4, residual", kept(OURS, 0.44, Tier.INT4, residual=residual)),
+        ]
     for tier in (Tier.INT8, Tier.INT4, Tier.INT3):
         rows.append(Row("tier", f"{main}, {tier.name}", kept(OURS, MAIN, tier)))
     # as many tokens as have about the bytes of an eighth of them at BF16

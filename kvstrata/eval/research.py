@@ -70,11 +70,15 @@ class Fact:
 
 
 def load(source: str) -> Trace:
-    """The trace of `research:SCENARIO[:TOKENS]`. Raises ValueError for an unknown scenario or a length that can't be."""
+    """The trace of `research:SCENARIO[:TOKENS[:PEOPLE]]`, PEOPLE whose interviews are searched, joined by +; all by default.
+    Raises ValueError for an unknown scenario or person, and for a length that can't be."""
     _, scenario, *rest = source.split(":")
-    if scenario not in SCENARIOS or len(rest) > 1:
-        raise ValueError(f"unknown traces {source!r}; accepted: {', '.join(f'research:{s}[:TOKENS]' for s in SCENARIOS)}")
-    return research(scenario, count(rest[0], source) if rest else TOKENS)
+    if scenario not in SCENARIOS or len(rest) > 2:
+        raise ValueError(f"unknown traces {source!r}; accepted: {', '.join(f'research:{s}[:TOKENS[:PEOPLE]]' for s in SCENARIOS)}")
+    people = tuple(rest[1].split("+")) if len(rest) > 1 else tuple(PEOPLE)
+    if scenario not in people or not set(people) <= set(PEOPLE) or len(set(people)) < max(2, len(people)):
+        raise ValueError(f"people of {source!r}; accepted: {scenario} and others of {', '.join(PEOPLE)}, joined by +")
+    return research(scenario, count(rest[0], source) if rest else TOKENS, people)
 
 
 def passages(person: str) -> list[Passage]:
@@ -118,15 +122,16 @@ def _says(text: str, words: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, re.IGNORECASE) is not None
 
 
-def research(scenario: str, tokens: int = TOKENS) -> Trace:
-    """The conversation on a person, about `tokens` tokens long before the last questions."""
+def research(scenario: str, tokens: int = TOKENS, people: Sequence[str] = tuple(PEOPLE)) -> Trace:
+    """The conversation on a person, about `tokens` tokens long before the last questions. Raises ValueError where what `people`
+    say does not fill it."""
     if not MIN_TOKENS <= tokens <= MAX_TOKENS:
         raise ValueError(f"research of {tokens} tokens; accepted: {MIN_TOKENS} to {MAX_TOKENS}")
     # short conversations have shorter turns, not fewer than can be told apart
     searches = max(8, round(tokens / 950))
     room = round(((tokens - _FIXED) / searches - _SEARCH) * _CHARACTERS)
     readings = _readings(scenario, searches - CLOSING, round(_SHARE * room))
-    others = _others(scenario)
+    others = _others(scenario, people)
     asked = {f.question.text: f for f in facts(scenario) if any(f.passage in reading for reading in readings)}
     waiting = sorted(asked.values(), key=lambda f: next(i for i, reading in enumerate(readings) if f.passage in reading))
     topics = list(dict.fromkeys(reading[0].topic for reading in readings))
@@ -134,6 +139,8 @@ def research(scenario: str, tokens: int = TOKENS) -> Trace:
     questions: list[Question] = []
     for i in range(searches):
         on_topic = readings[i] if i < len(readings) else []
+        if not others:
+            raise ValueError(f"research of {tokens} tokens; the interviews with {', '.join(people)} fill {i} of its {searches} searches")
         person, topic = (scenario, on_topic[0].topic) if on_topic else (others[0].person, others[0].topic)
         noise = _taken(others, room - sum(len(p.rendered()) for p in on_topic))
         again = bool(on_topic) and any(r[0].topic == topic for r in readings[:i])
@@ -148,7 +155,8 @@ def research(scenario: str, tokens: int = TOKENS) -> Trace:
         messages.append({"role": "tool", "name": "search", "content": "\n\n".join(p.rendered() for p in _mixed(on_topic, noise))})
         messages.append({"role": "assistant", "content": _note(PEOPLE[scenario], on_topic, noise)})
     questions += [f.question for f in waiting]
-    return Trace(f"research_{scenario}_{tokens}", messages, [_SEARCH_TOOL], tuple(questions))
+    among = "" if set(people) == set(PEOPLE) else "_" + "+".join(people)
+    return Trace(f"research_{scenario}_{tokens}{among}", messages, [_SEARCH_TOOL], tuple(questions))
 
 
 def _readings(person: str, count: int, room: int) -> list[list[Passage]]:
@@ -171,9 +179,9 @@ def _readings(person: str, count: int, room: int) -> list[list[Passage]]:
     return out
 
 
-def _others(person: str) -> list[Passage]:
-    """Passages of all other people, two at a time of an interview, people taking turns."""
-    queues = [passages(p) for p in PEOPLE if p != person]
+def _others(person: str, people: Sequence[str]) -> list[Passage]:
+    """Passages of the other people, two at a time of an interview, people taking turns."""
+    queues = [passages(p) for p in people if p != person]
     out: list[Passage] = []
     while any(queues):
         for queue in queues:

@@ -1,20 +1,24 @@
 """What a residual head learns from: at the end of each turn of a conversation, which tokens later turns would attend.
 
-One forward pass a conversation, at full precision and with nothing evicted; each layer is looked at once and forgotten. Labels are the
-largest attention that a later query pays a token, over queries of users, assistants, thoughts and calls: what is read asks for nothing.
+Two forward passes a conversation, at full precision and with nothing evicted; each layer is looked at once and forgotten. A label has two
+halves: the largest attention that a later query pays a token, over queries of users, assistants, thoughts and calls, for what is read asks
+for nothing; and the largest that it is paid while the conversation is told once more, which speaks of tokens that no later turn of this
+conversation asked for, but another might (KVzip, Kim et al. 2025, ranks by that alone).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvstrata.adapters.capture import captured
+from kvstrata.adapters.hf import cache_keyword
 from kvstrata.adapters.hf_cache import inv_freq
-from kvstrata.ops.residual import features, log_score
+from kvstrata.ops.residual import at_rest, features, log_score
 from kvstrata.ops.rotary import moved
 from kvstrata.ops.score import linear_score, query_scores
 from kvstrata.policy.tags import ROLES, tags_by_token
@@ -32,15 +36,19 @@ MOST_CUTS = 6
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """One layer at the end of one turn, for m tokens: known [H, m, F] (ops/residual.py), keys [m, H, D], asks [A, H, D]; rule [H, m], the
-    logarithm of the rule's score; label [H, m], the attention that was paid later."""
+    """One layer at the end of one turn, `cut` tokens in, for m tokens: own [m, channels] and known [H, m, F] (ops/residual.py), keys
+    [m, H, D], asks [A, H, D]; rule [H, m], the logarithm of the rule's score; label [H, m], sums to 2, or 1 where nothing is asked later;
+    later [H, m], the attention that later turns paid."""
 
     layer: int
+    cut: int
+    own: Tensor
     known: Tensor
     keys: Tensor
     asks: Tensor
     rule: Tensor
     label: Tensor
+    later: Tensor
 
 
 def cuts_of(spans: Sequence[Span]) -> list[int]:
@@ -63,19 +71,41 @@ def lessons(
     if not cuts:
         raise ValueError(f"a conversation of {n} tokens has fewer than three user turns; nothing can be learned from it")
     out: list[Lesson] = []
-    rotations = inv_freq(model)
+    rotations, told = inv_freq(model), retold(model, token_ids)
 
     def see(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        q, k = q.transpose(0, 1).float(), k.transpose(0, 1).float()
-        sums, peaks = _by_segment(q, k, scale, cuts, _asking(spans, n))
+        q, k, v = (x.transpose(0, 1).float() for x in (q, k, v))
+        peaks = _by_segment(q, k, scale, cuts, _asking(spans, n))
         for i, cut in enumerate(cuts):
             generator = torch.Generator().manual_seed(seed + 1000 * i + layer)
-            got = sums[: i + 1].sum(0), peaks[i + 1 :].amax(0)
-            out.append(_lesson(layer, q, k, scale, spans, cut, *got, rotations, tokens, decay, generator))
+            paid = peaks[i:].amax(0), told[layer]
+            out.append(_lesson(layer, q, k, v, scale, spans, cut, paid, rotations, tokens, decay, generator))
 
     with captured(model, see):
         model(torch.tensor([list(token_ids)], device=model.device), use_cache=False, logits_to_keep=1)
     return out
+
+
+@torch.no_grad()
+def retold(model: PreTrainedModel, token_ids: Sequence[int], *, block: int = 1024) -> list[Tensor]:
+    """The largest attention that each token is paid while the conversation is told again, `block` tokens at a time right behind its end:
+    float32 [H, n] a layer. Nothing but the conversation's own tokens is used, so any model and template will do."""
+    cache, n = DynamicCache(config=model.config), len(token_ids)
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    keyword = cache_keyword(model)
+    model(ids, use_cache=True, logits_to_keep=1, **{keyword: cache})
+    peaks: dict[int, Tensor] = {}
+
+    def see(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        q, k = q.transpose(0, 1).float(), k.transpose(0, 1).float()
+        paid = _peaks(q, k, scale, slice(0, len(q)), len(k) - len(q))[:, :n]
+        peaks[layer] = torch.maximum(peaks[layer], paid) if layer in peaks else paid
+
+    with captured(model, see):
+        for start in range(0, n, block):
+            model(ids[:, start : start + block], use_cache=True, logits_to_keep=1, **{keyword: cache})
+            cache.crop(n - cache.get_seq_length())
+    return [peaks[layer] for layer in sorted(peaks)]
 
 
 def _asking(spans: Sequence[Span], n: int) -> Tensor:
@@ -85,29 +115,34 @@ def _asking(spans: Sequence[Span], n: int) -> Tensor:
     return asking
 
 
-def _by_segment(q: Tensor, k: Tensor, scale: float, cuts: list[int], asking: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention that each key gets from the queries of each segment between cuts, float32 [segments, H, n]: the sum over all of them, and
-    the largest of one that asks. q [n, Hq, D], k [n, H, D]."""
+def _by_segment(q: Tensor, k: Tensor, scale: float, cuts: list[int], asking: Tensor) -> Tensor:
+    """The largest attention that each key gets from a query that asks, of each segment that begins at a cut: float32 [cuts, H, n].
+    q [n, Hq, D], k [n, H, D]."""
     n, heads, _ = k.shape
-    ends = [*cuts, n]
-    sums, peaks = (torch.zeros(len(ends), heads, n, device=k.device) for _ in range(2))
-    for segment, (first, last) in enumerate(zip([0, *cuts], ends, strict=True)):
-        for start in range(first, last, BLOCK):
-            end = min(start + BLOCK, last)
-            hidden = torch.arange(end, device=k.device)[None, :] > torch.arange(start, end, device=k.device)[:, None]
-            grouped = q[start:end].unflatten(1, (heads, -1)) * scale
-            for head in range(heads):
-                logits = (grouped[:, head] @ k[:end, head].T).masked_fill_(hidden[:, None], -torch.inf)
-                paid = torch.softmax(logits, -1)
-                sums[segment, head, :end] += paid.sum((0, 1))
-                loud = paid[asking[start:end].to(paid.device)]
-                if len(loud):
-                    peaks[segment, head, :end] = torch.maximum(peaks[segment, head, :end], loud.amax((0, 1)))
-    return sums, peaks
+    peaks = torch.zeros(len(cuts), heads, n, device=k.device)
+    for segment, (first, last) in enumerate(itertools.pairwise([*cuts, n])):
+        loud = asking[first:last].nonzero()[:, 0].to(q.device) + first
+        for start in range(0, len(loud), BLOCK):
+            at = loud[start : start + BLOCK]
+            peaks[segment] = torch.maximum(peaks[segment], _peaks(q, k, scale, at, 0))
+    return peaks
+
+
+def _peaks(q: Tensor, k: Tensor, scale: float, rows: Tensor | slice, before: int) -> Tensor:
+    """The largest attention that each key is paid by one of the queries `rows`, query i of q standing at position before + i: [H, n]."""
+    n, heads, _ = k.shape
+    at, q = torch.arange(len(q), device=q.device)[rows] + before, q[rows].unflatten(1, (heads, -1)) * scale
+    peaks = torch.zeros(heads, n, device=k.device)
+    for start in range(0, len(q), BLOCK):
+        hidden = torch.arange(n, device=k.device)[None, :] > at[start : start + BLOCK, None]
+        for head in range(heads):
+            logits = (q[start : start + BLOCK, head] @ k[:, head].T).masked_fill_(hidden[:, None], -torch.inf)
+            peaks[head] = torch.maximum(peaks[head], torch.softmax(logits, -1).amax((0, 1)))
+    return peaks
 
 
 def _lesson(
-    layer: int, q: Tensor, k: Tensor, scale: float, spans: Sequence[Span], cut: int, received: Tensor, paid: Tensor,
+    layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Sequence[Span], cut: int, paid: tuple[Tensor, Tensor],
     rotations: Tensor | None, tokens: int, decay: float, generator: torch.Generator,
 ) -> Lesson:  # fmt: skip
     told = [Span(s.start, min(s.end, cut), s.role, s.turn, s.modality) for s in spans if s.start < cut]
@@ -121,12 +156,16 @@ def _lesson(
     rule = query_scores(queries, weights, keys, scale, there)
     tags = tags_by_token(told, cut)
     age, role = (torch.from_numpy(x.astype(np.int64)).to(k.device) for x in (tags.age, tags.role))
-    known = features(rule, linear_score(queries, weights, keys, scale), received[:, :cut], keys, age, role)
+    known = features(rule, linear_score(queries, weights, keys, scale), keys, age, role)
     # instructions, sinks and the newest turn are not up for eviction
     movable = (tags.role != ROLES.index(Role.INST)) & (tags.age != 0)
     movable[:PAGE_SIZE] = False
     places_ = torch.from_numpy(np.flatnonzero(movable))
     chosen = places_[torch.randperm(len(places_), generator=generator)[:tokens].sort().values].to(k.device)
-    asked = torch.tensor(newest_ask(asks), device=k.device)
-    tensors = (known[:, chosen], keys[chosen], keys[asked], log_score(rule)[:, chosen], paid[:, :cut][:, chosen])
-    return Lesson(layer, *(x.half().cpu() if x is not tensors[-1] else x.float().cpu() for x in tensors))
+    own = at_rest(q[chosen], k[chosen], v[chosen], chosen, None if rotations is None else rotations.to(k.device))
+    later, again = (x[:, :cut][:, chosen] for x in paid)
+    # each half counts as much as the other, whatever its sum
+    label = later / later.sum(-1, keepdim=True).clamp(min=1e-9) + again / again.sum(-1, keepdim=True).clamp(min=1e-9)
+    asked = keys[torch.tensor(newest_ask(asks), device=k.device)]
+    own, known, kept, asked, score = (x.half().cpu() for x in (own, known[:, chosen], keys[chosen], asked, log_score(rule)[:, chosen]))
+    return Lesson(layer, cut, own, known, kept, asked, score, label.float().cpu(), later.float().cpu())

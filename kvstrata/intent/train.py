@@ -1,9 +1,10 @@
 """Training a residual head: conversations are split, some to learn from, some to stop by, some to judge by; the model stays frozen.
 
-Loss: cross entropy between the attention that later turns paid, as a distribution over the tokens at hand, and the softmax of the rule's
-logarithm plus the head's correction (ListNet, Cao et al. 2007): it rewards keeping the mass, wherever the cut falls.
+Loss: cross entropy between a lesson's label, as a distribution over the tokens at hand, and the softmax of the rule's logarithm plus the
+head's correction (ListNet, Cao et al. 2007): it rewards keeping the mass, wherever the cut falls.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from kvstrata.ops.residual import HeadConfig, ResidualHead
 
 SHARES = (0.5, 0.25, 0.125)
 """Of the tokens, at which what is kept of the mass is told."""
+WARM_UP = 50
+"""Steps until the rate is whole."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -28,13 +31,13 @@ class Trained:
     report: dict[str, Any]
 
 
-def split(names: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
-    """Conversations to learn from, to stop by and to judge by, by index: every fourth judges, and every fourth of the others stops.
-    Raises ValueError for fewer than three, or two of one name."""
-    if len(names) < 3 or len(set(names)) != len(names):
-        found = f"{len(set(names))} different conversations of {len(names)}"
+def split(names: Sequence[str], judges: int = 0) -> tuple[list[int], list[int], list[int]]:
+    """Conversations to learn from, to stop by and to judge by, by index: the last `judges` judge, every fourth where that is 0, and every
+    fourth of the others stops. Raises ValueError for fewer than three, two of one name, or fewer than two that do not judge."""
+    if len(names) < 3 or len(set(names)) != len(names) or len(names) - judges < 2:
+        found = f"{len(set(names))} different conversations of {len(names)}, {judges} of them to judge by"
         raise ValueError(f"{found}; 3 or more, all different, are needed: some to learn from, some to stop by, some to judge by")
-    judge = list(range(2, len(names), 4))
+    judge = list(range(len(names) - judges, len(names))) if judges else list(range(2, len(names), 4))
     others = [i for i in range(len(names)) if i not in judge]
     stop = others[1::4]
     return [i for i in others if i not in stop], stop, judge
@@ -43,7 +46,9 @@ def split(names: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
 def scores(head: ResidualHead | None, lesson: Lesson) -> Tensor:
     """float32 [H, m]: the rule alone, or with the head."""
     rule = lesson.rule.float()
-    return rule if head is None else rule + head(lesson.layer, lesson.known.float(), lesson.keys, lesson.asks)
+    if head is None:
+        return rule
+    return rule + head(lesson.layer, lesson.known.float(), head.worth(lesson.layer, lesson.own), lesson.keys, lesson.asks)
 
 
 def loss_of(head: ResidualHead, lesson: Lesson) -> Tensor:
@@ -51,35 +56,51 @@ def loss_of(head: ResidualHead, lesson: Lesson) -> Tensor:
     return -(wanted * torch.log_softmax(scores(head, lesson), -1)).sum(-1).mean()
 
 
+def standardize(head: ResidualHead, material: Sequence[Lesson]) -> None:
+    """Set what the head takes off and divides by, from the tokens of the lessons."""
+    for layer in range(head.config.num_layers):
+        own = torch.cat([lesson.own for lesson in material if lesson.layer == layer]).float()
+        head.mean[layer], head.std[layer] = own.mean(0), own.std(0).clamp(min=1e-3)
+
+
 @torch.inference_mode()
 def mass_kept(score: Callable[[Lesson], Tensor], of: Sequence[Lesson], share: float) -> float:
-    """Of the attention that was paid later, the share that lands on the best `share` of the tokens: mean over lessons and heads."""
+    """Of the attention that later turns paid, the share that lands on the best `share` of the tokens: mean over lessons and heads."""
     kept = []
     for lesson in of:
-        best = score(lesson).topk(max(1, round(share * lesson.label.shape[-1])), -1).indices
-        kept.append((lesson.label.gather(-1, best).sum(-1) / lesson.label.sum(-1).clamp(min=1e-9)).mean())
+        best = score(lesson).topk(max(1, round(share * lesson.later.shape[-1])), -1).indices
+        kept.append((lesson.later.gather(-1, best).sum(-1) / lesson.later.sum(-1).clamp(min=1e-9)).mean())
     return float(torch.stack(kept).mean())
 
 
 def train(
-    config: HeadConfig, names: Sequence[str], taught: Sequence[Sequence[Lesson]], *, epochs: int = 12, rate: float = 2e-3, seed: int = 0,
-    progress: Progress = lambda what, done, total: None,
+    config: HeadConfig, names: Sequence[str], taught: Sequence[Sequence[Lesson]], *, judges: int = 0, epochs: int = 12,
+    rate: float = 2e-3, seed: int = 0, progress: Progress = lambda what, done, total: None,
 ) -> Trained:  # fmt: skip
-    """names, taught: conversations and their lessons. The result depends on `seed` and nothing else."""
-    learn, stop, judge = split(names)
+    """names, taught: conversations and their lessons; judges: as `split` has it. The result depends on `seed` and nothing else."""
+    learn, stop, judge = split(names, judges)
     torch.manual_seed(seed)
     head, started = ResidualHead(config), time.perf_counter()
     optimizer = torch.optim.AdamW(head.parameters(), rate, weight_decay=1e-2)
     material = [lesson for i in learn for lesson in taught[i]]
+    standardize(head, material)
+    # all layers of one moment at once: each has weights of its own
+    moments = [[x for x in taught[i] if x.cut == cut] for i in learn for cut in dict.fromkeys(x.cut for x in taught[i])]
+    steps = epochs * len(moments)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * min(step / steps, 1.0)))
+    )
     stopping, judging = ([lesson for i in part for lesson in taught[i]] for part in (stop, judge))
     best, kept = {k: v.clone() for k, v in head.state_dict().items()}, mass_kept(lambda x: scores(None, x), stopping, 0.25)
     history = [kept]
     for epoch in range(epochs):
         progress(f"epoch {epoch + 1}", epoch, epochs)
-        for start in torch.randperm(len(material)).split(8):
+        for i in torch.randperm(len(moments)).tolist():
             optimizer.zero_grad()
-            torch.stack([loss_of(head, material[i]) for i in start.tolist()]).mean().backward()
+            torch.stack([loss_of(head, lesson) for lesson in moments[i]]).mean().backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
+            schedule.step()
         history.append(mass_kept(lambda x: scores(head, x), stopping, 0.25))
         if history[-1] > kept:
             best, kept = {k: v.clone() for k, v in head.state_dict().items()}, history[-1]
@@ -87,8 +108,8 @@ def train(
     head.load_state_dict(best)
     head.eval()
     ways: dict[str, Callable[[Lesson], Tensor]] = {
-        "rule": lambda x: scores(None, x), "rule + residual": lambda x: scores(head, x), "received": lambda x: x.known[..., 3].float(),
-        "newest": lambda x: -x.known[..., 6].float(), "oracle": lambda x: x.label,
+        "rule": lambda x: scores(None, x), "rule + residual": lambda x: scores(head, x),
+        "newest": lambda x: -x.known[..., 4].float(), "oracle": lambda x: x.later,
     }  # fmt: skip
     report = {
         "learned_from": [names[i] for i in learn], "stopped_by": [names[i] for i in stop], "judged_by": [names[i] for i in judge],

@@ -1,7 +1,8 @@
 """IntentKV's residual head: what a rule's score of a token lacks, learned from the attention that later turns really paid.
 
 The paper (Li, Lou and Li 2026) gives the shape: cross-attention over the current query's K-vectors with features of each token, zero at
-first, added to the rule's score. Features, sizes and loss are ours (docs/intentkv.md). Knows nothing of models, stores or training.
+first, added to the rule's score. Features, sizes and loss are ours, and so is what turned out to matter most: a token's own query, key
+and value, seen once, when it is stored (docs/intentkv.md). Knows nothing of models, stores or training.
 """
 
 import json
@@ -14,49 +15,70 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, one_hot
+from torch.nn.functional import gelu, layer_norm, one_hot
+
+from kvstrata.ops.rotary import moved
 
 AGES, ROLES = 4, 7
-NUM_FEATURES = 7 + AGES + ROLES
+NUM_FEATURES = 5 + AGES + ROLES
 """Of `features`."""
 LEAST = 1e-9
 """Attention below this is none."""
+WIDEST = 6.0
+"""Standard deviations beyond which a channel of `at_rest` is cut: outlier channels would drown the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """num_layers, num_kv_heads, head_dim: of the model that the head is for. rank: of projected K-vectors; hidden: of the perceptron."""
+    """num_layers, num_heads, num_kv_heads, head_dim: of the model that the head is for. width: of the perceptron that looks at a token when
+    it is stored; hidden: of the one that looks at its features; rank: of projected K-vectors, 0 for no look at the current query."""
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
-    rank: int = 16
-    hidden: int = 32
+    width: int = 32
+    hidden: int = 16
+    rank: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of a residual head is {value!r}; it must be at least 1")
+            least = int(name != "rank")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} of a residual head is {value!r}; it must be at least {least}")
+
+    @property
+    def channels(self) -> int:
+        """Of `at_rest`."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
-def features(rule: Tensor, linear: Tensor, received: Tensor, keys: Tensor, age: Tensor, role: Tensor) -> Tensor:
-    """What the head knows of each token: rule, linear, received float32 [H, n], the rule's score, the mean remembered query times the key,
-    and the attention received so far; keys [n, H, D]; age, role int64 [n], codes as policy/tags.py has them. -> float32 [H, n, F]."""
+def at_rest(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, inv_freq: Tensor | None) -> Tensor:
+    """What tokens are, wherever they stand: their queries and keys with RoPE taken off, and their values.
+
+    q [N, Hq, D], k, v [N, H, D], of positions [N]; inv_freq: as `moved` takes it, None where there is no RoPE. -> float32 [N, channels].
+    """
+    if inv_freq is not None:
+        q, k = (moved(x, -positions, inv_freq) for x in (q, k))
+    return torch.cat([x.flatten(1).float() for x in (q, k, v)], -1)
+
+
+def features(rule: Tensor, linear: Tensor, keys: Tensor, age: Tensor, role: Tensor) -> Tensor:
+    """What the head knows of each token besides: rule, linear float32 [H, n], the rule's score and the mean remembered query times the key;
+    keys [n, H, D]; age, role int64 [n], codes as policy/tags.py has them. -> float32 [H, n, F]."""
     n = rule.shape[-1]
     place = torch.arange(n, device=rule.device, dtype=torch.float32)
     distance = torch.log2(n - place) / 8
-    since = received / (n - place)
     norm = keys.float().norm(dim=-1).T
     columns = [
-        _log(rule), rule.argsort(-1).argsort(-1) / max(n, 1), _standard(linear), _log(received), _log(since),
-        _standard(norm), distance.expand_as(rule),
+        (log_score(rule) / LOG10 + 4) / 2, rule.argsort(-1).argsort(-1) / max(n, 1), _standard(linear), _standard(norm),
+        distance.expand_as(rule),
     ]  # fmt: skip
     tags = torch.cat([one_hot(age.clamp(0, AGES - 1), AGES), one_hot(role.clamp(0, ROLES - 1), ROLES)], -1).float()
     return torch.cat([torch.stack(columns, -1), tags.expand(len(rule), -1, -1)], -1)
 
 
-def _log(x: Tensor) -> Tensor:
-    return (torch.log10(x.clamp(min=LEAST)) + 4) / 2
+LOG10 = 2.302585092994046
 
 
 def _standard(x: Tensor) -> Tensor:
@@ -71,27 +93,49 @@ def log_score(rule: Tensor) -> Tensor:
 class ResidualHead(nn.Module):
     """A new head answers 0 for everything: it changes nothing until it is trained."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = c = config
-        shape = (c.num_layers, c.num_kv_heads, c.head_dim, c.rank)
-        self.token, self.ask, self.value = (nn.Parameter(torch.randn(shape) * c.head_dim**-0.5) for _ in range(3))
-        self.place = nn.Parameter(torch.randn(c.num_layers, c.num_kv_heads, 8) * 0.1)
-        self.inner = nn.Linear(NUM_FEATURES + 2 * c.rank + 8, c.hidden)
-        self.outer = nn.Linear(c.hidden, 1)
-        nn.init.zeros_(self.outer.weight)
-        nn.init.zeros_(self.outer.bias)
+        seen = NUM_FEATURES + 1 + 2 * c.rank
 
-    def forward(self, layer: int, known: Tensor, keys: Tensor, asks: Tensor) -> Tensor:
-        """known [H, n, F] (`features`), keys [n, H, D] of the tokens, asks [A, H, D] of the current query, A above 0 -> float32 [H, n]."""
-        shape = (self.config.head_dim,)
-        k, a = (layer_norm(x.float(), shape).transpose(0, 1) for x in (keys, asks))
-        token = k @ self.token[layer]
-        weights = torch.softmax(token @ (a @ self.ask[layer]).transpose(1, 2) * self.config.rank**-0.5, -1)
-        context = weights @ (a @ self.value[layer])
-        place = self.place[layer][:, None].expand(-1, known.shape[1], -1)
-        hidden = nn.functional.gelu(self.inner(torch.cat([known, context, token * context, place], -1)))
-        return self.outer(hidden)[..., 0]
+        def drawn(*shape: int, fan_in: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape) * fan_in**-0.5)
+
+        # of what is seen when a token is stored: mean and deviation of the conversations that were learned from
+        self.register_buffer("mean", torch.zeros(c.num_layers, c.channels))
+        self.register_buffer("std", torch.ones(c.num_layers, c.channels))
+        self.look = drawn(c.num_layers, c.channels, c.width, fan_in=c.channels)
+        self.look_bias = nn.Parameter(torch.zeros(c.num_layers, c.width))
+        self.tell = drawn(c.num_layers, c.width, c.num_kv_heads, fan_in=c.width)
+        shape = (c.num_layers, c.num_kv_heads, c.head_dim, c.rank)
+        self.token, self.ask, self.value = (drawn(*shape, fan_in=c.head_dim) for _ in range(3))
+        self.inner = drawn(c.num_layers, c.num_kv_heads, seen, c.hidden, fan_in=seen)
+        self.inner_bias = nn.Parameter(torch.zeros(c.num_layers, c.num_kv_heads, 1, c.hidden))
+        self.outer = nn.Parameter(torch.zeros(c.num_layers, c.num_kv_heads, c.hidden, 1))
+        self.straight = nn.Parameter(torch.zeros(c.num_layers, c.num_kv_heads, seen, 1))
+
+    def worth(self, layer: int, own: Tensor) -> Tensor:
+        """A number for each KV head, of what tokens are alone: own [N, channels] (`at_rest`) -> float32 [H, N]."""
+        x = ((own.float() - self.mean[layer]) / self.std[layer]).clamp(-WIDEST, WIDEST)
+        return (gelu(x @ self.look[layer] + self.look_bias[layer]) @ self.tell[layer]).T
+
+    def forward(self, layer: int, known: Tensor, worth: Tensor, keys: Tensor, asks: Tensor) -> Tensor:
+        """known [H, n, F] (`features`), worth [H, n], keys [n, H, D] of the tokens, asks [A, H, D] of the current query, A above 0 ->
+        float32 [H, n]."""
+        seen = [known, worth.float()[..., None]]
+        if self.config.rank:
+            shape = (self.config.head_dim,)
+            k, a = (layer_norm(x.float(), shape).transpose(0, 1) for x in (keys, asks))
+            token = k @ self.token[layer]
+            weights = torch.softmax(token @ (a @ self.ask[layer]).transpose(1, 2) * self.config.rank**-0.5, -1)
+            context = weights @ (a @ self.value[layer])
+            seen += [context, token * context]
+        x = torch.cat(seen, -1)
+        hidden = gelu(x @ self.inner[layer] + self.inner_bias[layer])
+        return (hidden @ self.outer[layer] + x @ self.straight[layer])[..., 0]
 
     def save(self, path: Path | str, **about: object) -> None:
         """Write the head with its geometry, and what it was trained on."""

@@ -62,6 +62,8 @@ class Sequence:
     """What each page was worth to the queries, float64 [pages]: the leading ones that were weighed (store/weigh.py)."""
     weighed_at: int = 0
     """Tokens that there were when pages were weighed."""
+    worth: Tensor | None = None
+    """What a residual head told of each token when it was stored, float16 [layers, KV heads, tokens], NaN where nothing is known."""
     scale: float = 1.0
     """Of q·k, as the model has it."""
     thinned: int = 0

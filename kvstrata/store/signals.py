@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from kvstrata.ops.residual import features, load_head, log_score
+from kvstrata.ops.residual import at_rest, features, load_head, log_score
 from kvstrata.ops.rotary import moved
 from kvstrata.ops.score import NUM_QUERIES, column_scores, linear_score, query_scores
 from kvstrata.store.contents import Contents
@@ -44,17 +44,29 @@ class Watch:
             self._asked = asked(thinning, max(self._before, s.memory.until), self._after)
         self._queries: dict[int, Tensor] = {}
         self._received: dict[int, Tensor] = {}
-        self._contents = Contents(store, s, self._after) if thinning.score == "received" or thinning.residual is not None else None
+        self._worth: dict[int, Tensor] = {}
+        self._head = None if thinning.residual is None else load_head(thinning.residual)
+        self._contents = Contents(store, s, self._after) if thinning.score == "received" else None
 
     def write(self, layer: int, arena: Tensor, k: Tensor, v: Tensor, q: Tensor, scale: float) -> None:
         """k, v [N, H, D] and q [N, Hq, D] of the step's chunk."""
         if self._asked:
             at = torch.tensor([self._rows.start + p - self._before for p, _ in self._asked], device=q.device)
             self._queries[layer] = q[at].detach().to(self._store.dense_dtype)
+        if self._head is not None:
+            # only now are a token's query and unrounded key and value at hand
+            if q.shape[1] != self._head.config.num_heads:
+                raise ValueError(f"{self._thinning.residual} is for {self._head.config.num_heads} query heads; the model has {q.shape[1]}")
+            rows, positions = self._rows, torch.arange(self._before, self._after, device=q.device)
+            own = at_rest(q[rows], k[rows], v[rows], positions, self._inv_freq(q.device))
+            self._worth[layer] = self._head.to(q.device).worth(layer, own)
         if self._contents is not None:
             keys, _, _, there = self._contents.read(layer, arena)
             keys[self._before :], there[self._before :] = k[self._rows], True
             self._received[layer] = self._attention(keys, there, q[self._rows].to(keys.dtype), scale)
+
+    def _inv_freq(self, device: torch.device) -> Tensor | None:
+        return None if self._store.inv_freq is None else self._store.inv_freq.to(device)
 
     def _attention(self, keys: Tensor, there: Tensor, q: Tensor, scale: float) -> Tensor:
         total = keys.new_zeros(keys.shape[1], self._after, dtype=torch.float32)
@@ -70,6 +82,11 @@ class Watch:
             new = torch.stack([self._received[layer] for layer in layers])
             old = s.received if s.received is not None else new.new_zeros(*new.shape[:2], 0)
             s.received = new + pad(old[..., : self._before], (0, self._after - min(old.shape[-1], self._before)))
+        if self._head is not None:
+            told = torch.stack([self._worth[layer] for layer in layers]).half()
+            before = told.new_zeros(*told.shape[:2], 0) if s.worth is None else s.worth[..., : self._before]
+            # of what another session computed nothing is known
+            s.worth = torch.cat([pad(before, (0, self._before - before.shape[-1]), value=torch.nan), told], -1)
         if self._rows.stop - self._rows.start > 1 and self._thinning.score == "intent":
             queries = torch.stack([self._queries[layer] for layer in layers], 1) if self._asked else None
             s.memory = s.memory.grown([p for p, _ in self._asked], [t for _, t in self._asked], queries, self._after)
@@ -127,11 +144,19 @@ def _by_intent(store: "Store", s: Sequence, thinning: Thinning, layer: int, keys
     told = torch.frombuffer(bytearray(thinning.tags), dtype=torch.uint8)[:n].long() if thinning.tags else codes[:0]
     codes[: len(told)] = told
     codes = codes.to(keys.device)
-    received = torch.zeros_like(rule) if s.received is None else pad(s.received[layer], (0, n - s.received.shape[-1]))
-    linear = linear_score(q, weights, keys, s.scale)
-    known = features(rule, linear, received, keys, codes % len(Age), codes // len(Age))
+    known = features(rule, linear_score(q, weights, keys, s.scale), keys, codes % len(Age), codes // len(Age))
     # a number above 0, as the rule's is, in the order of log rule + correction
-    return torch.exp(log_score(rule) + head.to(keys.device)(layer, known, keys, keys[torch.tensor(asked, device=keys.device)]))
+    asks = keys[torch.tensor(asked, device=keys.device)]
+    return torch.exp(log_score(rule) + head.to(keys.device)(layer, known, _worth(s, layer, rule), keys, asks))
+
+
+def _worth(s: Sequence, layer: int, like: Tensor) -> Tensor:
+    """float32 [H, n]: what was told of tokens when they were stored; of others, the mean."""
+    if s.worth is None:
+        return torch.zeros_like(like)
+    told = s.worth[layer].to(like.device).float()
+    told = pad(told, (0, like.shape[-1] - told.shape[-1]), value=torch.nan)
+    return torch.where(told.isnan(), told.nanmean(-1, keepdim=True).nan_to_num(0.0), told)
 
 
 def check_head(store: "Store", path: str) -> None:

@@ -334,7 +334,7 @@ class Store:
         s.queries_from, s.chosen_at, s.weighed_at = (min(x, num_tokens) for x in (s.queries_from, s.chosen_at, s.weighed_at))
         s.weights = s.weights[:whole]
         s.memory = s.memory.cropped(num_tokens)
-        s.received = None if s.received is None else s.received[..., :num_tokens]
+        s.received, s.worth = (None if x is None else x[..., :num_tokens] for x in (s.received, s.worth))
         self._keep_survivors(s)
         self._keep_anchors(s)
 

@@ -104,11 +104,35 @@ def test_without_evidence_the_rest_stays(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["research:", "research:notetaker", "research:student:x", "research:student:0", "research:student:8000:2", "research:a:9"]
+    "source",
+    [
+        "research:",
+        "research:notetaker",
+        "research:student:x",
+        "research:student:0",
+        "research:student:8000:student+finance:2",
+        "research:a:9",
+    ],
 )
 def test_sources_that_are_none_are_refused(source: str) -> None:
     with pytest.raises(ValueError, match=r"accepted: research:customer|not a positive number"):
         load_traces(source)
+
+
+@pytest.mark.parametrize("people", ["2", "student", "finance+customer", "student+nobody", "student+finance+finance", ""])
+def test_people_that_are_none_are_refused(people: str) -> None:
+    with pytest.raises(ValueError, match="accepted: student and others of customer, finance"):
+        load_traces(f"research:student:8000:{people}")
+
+
+def test_only_the_people_named_are_read() -> None:
+    (trace,) = load_traces("research:student:5000:student+finance").traces
+    text = json.dumps(trace.messages)
+    assert trace.id == "research_student_5000_student+finance"
+    assert research.PEOPLE["finance"] in text
+    assert not any(f"Interview with the {research.PEOPLE[p]}" in text for p in ("customer", "healthcare", "notetaker"))
+    with pytest.raises(ValueError, match="fill 11 of its"):
+        research.research("customer", 30000, ("customer", "healthcare"))
 
 
 @pytest.mark.parametrize("tokens", [1, research.MIN_TOKENS - 1, research.MAX_TOKENS + 1])

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstrata.calibrate.run import Sample
-from kvstrata.intent.lessons import MOST_CUTS, cuts_of, lessons
+from kvstrata.intent.lessons import MOST_CUTS, cuts_of, lessons, retold
 from kvstrata.intent.run import train_on
 from kvstrata.intent.train import mass_kept, scores, split
 from kvstrata.ops.residual import HeadConfig, ResidualHead, load_head
@@ -46,13 +46,29 @@ def test_labels_are_the_largest_attention_of_later_asking_tokens() -> None:
         model.set_attn_implementation("sdpa")
     # after turn 2: tokens of turn 1 but the sink page's, which alone are neither instructions nor of the newest turn
     asking = [p for s in spans for p in range(s.start, s.end) if s.role is not Role.OBS and s.role is not Role.INST and p >= 132]
+    again = retold(model, ids)
     for lesson in found:
         want = weights[lesson.layer][0, :, asking].unflatten(0, (2, -1)).amax((1, 2))[:, 32:76]
-        assert lesson.label.shape == want.shape
-        assert (lesson.label - want).abs().max() < 1e-4
-        # attention received so far, from all queries up to the end of turn 2
-        got = weights[lesson.layer][0, :, :132].unflatten(0, (2, -1)).sum((1, 2))[:, 32:76]
-        assert ((10 ** (lesson.known[..., 3].float() * 2 - 4)).clamp(min=1e-9) / got - 1).abs().max() < 0.02
+        assert lesson.later.shape == want.shape
+        assert (lesson.later - want).abs().max() < 1e-4
+        halves = [x / x.sum(-1, keepdim=True) for x in (lesson.later, again[lesson.layer][:, 32:76])]
+        assert (lesson.label - sum(halves)).abs().max() < 1e-4
+
+
+def test_what_is_told_again_is_what_its_queries_attend() -> None:
+    model, (ids, _) = tiny("llama"), conversation(2)
+    n = len(ids)
+    want = torch.zeros(3, 2, n)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for start in range(0, n, 60):
+            # a block right behind the whole conversation
+            whole = torch.tensor([ids + ids[start : start + 60]])
+            for layer, paid in enumerate(model(whole, output_attentions=True).attentions):
+                want[layer] = torch.maximum(want[layer], paid[0, :, n:, :n].unflatten(0, (2, -1)).amax((1, 2)))
+    model.set_attn_implementation("sdpa")
+    found = torch.stack(retold(model, ids, block=60))
+    assert (found - want).abs().max() < 1e-4
 
 
 def test_two_turns_teach_nothing() -> None:
@@ -66,6 +82,9 @@ def test_conversations_are_split_without_overlap() -> None:
     assert sorted(i for part in parts for i in part) == list(range(11))
     assert all(parts)
     assert all(split(["a", "b", "c"]))
+    assert split(["a", "b", "c", "d", "e"], judges=2) == ([0, 2], [1], [3, 4])
+    with pytest.raises(ValueError, match="3 of them to judge by"):
+        split(["a", "b", "c", "d"], judges=3)
     for names in (["a", "b"], ["a", "a", "b", "c"]):
         with pytest.raises(ValueError, match="3 or more, all different"):
             split(names)
@@ -90,18 +109,18 @@ def test_training_is_deterministic_helps_and_its_head_is_taken(tmp_path: Path) -
 
 def test_a_session_takes_a_head_and_refuses_another_models(tmp_path: Path) -> None:
     path = tmp_path / "head.safetensors"
-    ResidualHead(HeadConfig(9, 2, 64)).save(path)
+    ResidualHead(HeadConfig(9, 4, 2, 64)).save(path)
     with pytest.raises(ValueError, match="9 layers"):
         Session(tiny("llama"), None, "intentkv", policy_settings={"residual": str(path)})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is no residual head"):
         Session(tiny("llama"), None, "intentkv", policy_settings={"residual": str(tmp_path / "none")})  # type: ignore[arg-type]
     logits = []
     ids, spans = conversation(8)
-    head = ResidualHead(HeadConfig(3, 2, 64))
+    head = ResidualHead(HeadConfig(3, 4, 2, 64))
     for step in range(3):
         if step == 2:
             with torch.no_grad():
-                head.outer.weight.normal_(generator=torch.Generator().manual_seed(0))
+                head.outer.normal_(generator=torch.Generator().manual_seed(0))
         head.save(path)
         settings = {"kept": 250, "turns": 0, "spare": ()} | ({} if step == 0 else {"residual": str(path)})
         with Session(tiny("llama"), None, "intentkv", policy_settings=settings, capacity_tokens=900) as session:  # type: ignore[arg-type]
@@ -111,3 +130,40 @@ def test_a_session_takes_a_head_and_refuses_another_models(tmp_path: Path) -> No
             assert session.report.thinned > 100
     assert torch.equal(logits[0], logits[1]), "a new head changed something"
     assert not torch.equal(logits[0], logits[2])
+
+
+def test_what_is_told_of_tokens_is_kept_with_them(tmp_path: Path) -> None:
+    path, (ids, spans) = tmp_path / "head.safetensors", conversation(8)
+    ResidualHead(HeadConfig(3, 4, 2, 64)).save(path)
+    settings = {"kept": 5000, "turns": 0, "spare": (), "residual": str(path)}
+    model = tiny("llama")
+    with Session(model, None, "intentkv", policy_settings=settings, capacity_tokens=2000) as first:  # type: ignore[arg-type]
+        first.feed(ids, spans)
+        worth = first.store.sequence(first._cache.sequence_ids[0]).worth
+        assert worth is not None
+        assert worth.shape == (3, 2, len(ids))
+        assert worth.std() > 0
+        assert first.bytes_in_use >= first.frames_in_use * first.layout.frame_bytes + worth.nbytes
+        # in pieces and after a crop it is the same
+        first.feed(ids[:300], tuple(s for s in spans if s.end <= 300), logits_to_keep=1)
+        first.feed(ids, spans, logits_to_keep=1)
+        again = first.store.sequence(first._cache.sequence_ids[0]).worth
+        assert again is not None
+        assert (again - worth).abs().max() < 1e-2
+        with Session(model, None, "intentkv", policy_settings=settings, store=first.store) as second:  # type: ignore[arg-type]
+            second.feed(ids, spans, logits_to_keep=1)
+            reused = second.report.reused_tokens
+            told = second.store.sequence(second._cache.sequence_ids[0]).worth
+            assert told is not None
+            assert reused > 100
+            assert told[..., :reused].isnan().all()
+            assert (told[..., reused:] - worth[..., reused:]).abs().max() < 1e-2
+
+
+def test_a_head_for_other_query_heads_is_refused(tmp_path: Path) -> None:
+    path, (ids, spans) = tmp_path / "head.safetensors", conversation(3)
+    ResidualHead(HeadConfig(3, 8, 2, 64)).save(path)
+    with Session(tiny("llama"), None, "intentkv", policy_settings={"residual": str(path)}, capacity_tokens=900) as session:  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="is for 8 query heads; the model has 4"):
+            session.feed(ids, spans)
+        session.store.check_integrity()

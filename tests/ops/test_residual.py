@@ -1,51 +1,77 @@
 """The residual head: nothing before training, files that say what they are, features that are finite."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvstrata.ops.residual import NUM_FEATURES, HeadConfig, ResidualHead, features, load_head
+from kvstrata.ops.residual import NUM_FEATURES, HeadConfig, ResidualHead, at_rest, features, load_head
+from kvstrata.ops.rotary import moved
 
-CONFIG = HeadConfig(2, 2, 64)
+CONFIG = HeadConfig(2, 6, 2, 64, rank=8)
 
 
-def inputs(n: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(n: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     keys, asks = torch.randn(n, 2, 64, generator=g) * 30, torch.randn(7, 2, 64, generator=g)
-    rule, received = torch.rand(2, n, generator=g), torch.rand(2, n, generator=g) * 100
+    rule = torch.rand(2, n, generator=g)
     rule[:, :3] = 0
     age, role = torch.arange(n) % 4, torch.arange(n) % 7
-    return features(rule, torch.randn(2, n, generator=g), received, keys, age, role), keys, asks
+    own = torch.randn(n, CONFIG.channels, generator=g)
+    return features(rule, torch.randn(2, n, generator=g), keys, age, role), own, keys, asks
+
+
+def answer(head: ResidualHead, layer: int, known: torch.Tensor, own: torch.Tensor, keys: torch.Tensor, asks: torch.Tensor) -> torch.Tensor:
+    return head(layer, known, head.worth(layer, own), keys, asks)
 
 
 @pytest.mark.parametrize("n", [1, 2, 50])
 def test_features_are_finite_and_as_many_as_said(n: int) -> None:
-    known, _, _ = inputs(n)
+    known = inputs(n)[0]
     assert known.shape == (2, n, NUM_FEATURES)
     assert known.isfinite().all()
     assert known.abs().max() < 20
 
 
+def test_a_token_is_seen_as_if_it_stood_nowhere() -> None:
+    g, inv_freq = torch.Generator().manual_seed(1), 10000 ** -(torch.arange(32) / 32)
+    q, k, v = (torch.randn(5, h, 64, generator=g) for h in (6, 2, 2))
+    plain = at_rest(q, k, v, torch.zeros(5), inv_freq)
+    assert plain.shape == (5, CONFIG.channels)
+    where = torch.tensor([3.0, 900.0, 17.0, 0.0, 4096.0])
+    turned = at_rest(moved(q, where, inv_freq), moved(k, where, inv_freq), v, where, inv_freq)
+    assert (turned - plain).abs().max() < 2e-3
+    assert torch.equal(at_rest(q, k, v, where, None), torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1))
+
+
 def test_a_new_head_changes_nothing_and_a_trained_one_does() -> None:
-    head, (known, keys, asks) = ResidualHead(CONFIG), inputs()
-    assert torch.equal(head(1, known, keys, asks), torch.zeros(2, 50))
+    head, (known, own, keys, asks) = ResidualHead(CONFIG), inputs()
+    assert torch.equal(answer(head, 1, known, own, keys, asks), torch.zeros(2, 50))
     with torch.no_grad():
-        head.outer.weight.fill_(1.0)
-    out = head(1, known, keys, asks)
+        head.outer.fill_(1.0)
+    out = answer(head, 1, known, own, keys, asks)
     assert out.std() > 0
-    assert not torch.equal(out, head(0, known, keys, asks)), "layers are alike"
-    assert not torch.allclose(out, head(1, known, keys, asks.roll(1, -1))), "the current query is not seen"
+    assert not torch.equal(out, answer(head, 0, known, own, keys, asks)), "layers are alike"
+    assert not torch.allclose(out, answer(head, 1, known, own, keys, asks.roll(1, -1))), "the current query is not seen"
+    assert not torch.allclose(out, answer(head, 1, known, own.roll(1, -1), keys, asks)), "the token itself is not seen"
+    blind = ResidualHead(replace(CONFIG, rank=0))
+    with torch.no_grad():
+        blind.outer.fill_(1.0)
+    told = [answer(blind, 1, known, own, keys, a) for a in (asks, asks.roll(1, -1))]
+    assert torch.equal(*told)
+    assert told[0].std() > 0
 
 
 def test_files_come_back_and_strangers_are_refused(tmp_path: Path) -> None:
-    head, (known, keys, asks) = ResidualHead(CONFIG), inputs()
+    head, (known, own, keys, asks) = ResidualHead(CONFIG), inputs()
     with torch.no_grad():
-        head.outer.weight.fill_(0.5)
+        head.outer.fill_(0.5)
+        head.mean.fill_(0.25)
     path = tmp_path / "head.safetensors"
     head.save(path, model="tiny")
-    assert torch.allclose(load_head(str(path))(0, known, keys, asks), head(0, known, keys, asks), atol=1e-2)
+    assert torch.allclose(answer(load_head(str(path)), 0, known, own, keys, asks), answer(head, 0, known, own, keys, asks), atol=1e-2)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match="is no residual head"):
         load_head(str(path))
@@ -53,7 +79,7 @@ def test_files_come_back_and_strangers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="config"):
         load_head(str(path))
     with torch.no_grad():
-        head.outer.bias.fill_(float("nan"))
+        head.outer.fill_(float("nan"))
     head.save(path)
     with pytest.raises(ValueError, match="not finite"):
         load_head(str(path))
@@ -64,4 +90,4 @@ def test_files_come_back_and_strangers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [{"num_layers": 0}, {"rank": 2.5}, {"hidden": True}])
 def test_bad_sizes_are_refused_by_name(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
-        HeadConfig(**{"num_layers": 2, "num_kv_heads": 2, "head_dim": 64} | bad)
+        HeadConfig(**{"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64} | bad)
