@@ -74,6 +74,9 @@ class Strata:
         held = np.full(len(body), int(Tier.BF16))
         stored = np.array(signals.held[body.start : body.stop], dtype=int)
         held[: len(stored)] = stored
+        if len(stored) and self.staging is not None:
+            # what is yet to be weighed takes no planes from what is stored before it is: it is staged, and planned anew as its step ends
+            held[len(stored) :] = int(self.tiers[0])
         chosen = self._choose(self._losses(counts, signals.mass[body.start : body.stop]), self._kept(counts, body, budget), held, budget)
         # past the window's start a tier is a promise for later; the newest pages keep the default at least
         tiers = (Tier.BF16,) * sinks + tuple(chosen) + (default,) * (pages - body.stop)

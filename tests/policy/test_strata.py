@@ -77,6 +77,19 @@ def test_exact_is_the_best_plan_there_is(mass, spare):
         assert losses[range(5), [tiers.index(t) for t in chosen[1:]]].sum() <= best * (1 + 1e-9) + most
 
 
+def test_what_is_to_come_takes_no_planes_before_it_is_weighed() -> None:
+    # at the last turn but one, and a step of 416 tokens later
+    before = plan(3.3, num_tokens=N).tiers
+    held = (Tier.BF16, *[I4 if p % 3 else I3 for p in range(1, 60)])
+    paid = 8 * cost(held) / (60 * ELEMENTS)
+    to_come = plan(paid, held=held).tiers
+    assert to_come[:60] == held
+    assert set(to_come[60:]) == {I2}
+    assert len(to_come) == len(before) == PAGES
+    # without weighing it is planned once for all
+    assert set(plan(paid, held=held, staging=None).tiers[60:]) != {I2}
+
+
 def test_nothing_is_evicted_that_fits_and_instructions_never() -> None:
     # just enough for INT2 everywhere, then a page less, then as little as instructions take
     lowest = PAGE[Tier.BF16] + (PAGES - 1) * PAGE[I2]
