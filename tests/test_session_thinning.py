@@ -163,3 +163,17 @@ def test_survivors_may_be_planes(model: PreTrainedModel, tokenizer: PreTrainedTo
             session.feed(ids, spans, logits_to_keep=1)
             stored[tier] = session.report.bytes_stored - session.report.bytes_queries
     assert stored[Tier.INT4] < 0.6 * stored[Tier.BF16]
+
+
+@pytest.mark.parametrize("limit", [{"policy_settings": {"kept": 800}}, {"budget_bytes": 1_382_400}])
+def test_a_turn_that_grows_takes_its_room_from_survivors(limit: dict[str, Any]) -> None:
+    ids, spans = long_turn(1500)
+    ids = ids + [token % 300 for token in ids]
+    with Session(tiny("llama"), None, "intentkv", capacity_tokens=4000, **limit) as session:  # type: ignore[arg-type]
+        session.feed([token % 300 for token in ids[:1500]], spans, logits_to_keep=1)
+        for n in range(1540, 2300, 60):
+            session.feed([token % 300 for token in ids[:n]], (*spans, Span(1500, n, Role.USER, 2)), logits_to_keep=1)
+            session.store.check_integrity()
+            report = session.report
+            assert session._sequence.held_tokens <= 800 + 64 + PAGE_SIZE
+            assert "budget_bytes" not in limit or report.bytes_stored - report.bytes_queries <= limit["budget_bytes"]

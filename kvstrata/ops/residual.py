@@ -5,6 +5,7 @@ first, added to the rule's score. Features, sizes and loss are ours, and so is w
 and value, seen once, when it is stored (docs/intentkv.md). Knows nothing of models, stores or training.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -95,6 +96,8 @@ class ResidualHead(nn.Module):
 
     mean: Tensor
     std: Tensor
+    digest: bytes = b""
+    """Of a file's weights."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -153,8 +156,12 @@ class ResidualHead(nn.Module):
                 head.load_state_dict({name: file.get_tensor(name).float() for name in names})
         except (OSError, SafetensorError, KeyError, TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is no residual head: {error}") from error
-        if not all(p.isfinite().all() for p in head.parameters()):
+        tensors = head.state_dict().values()
+        if not all(x.isfinite().all() for x in tensors):
             raise ValueError(f"{path} is no residual head: its weights are not finite")
+        if not (head.std > 0).all():
+            raise ValueError(f"{path} is no residual head: it divides by a deviation of {head.std.min():g}; it must be above 0")
+        head.digest = hashlib.blake2b(b"".join(x.numpy().tobytes() for x in tensors), digest_size=16).digest()
         return head.eval().requires_grad_(False)
 
 
@@ -167,6 +174,6 @@ def load_head(path: str) -> ResidualHead:
     """A head of a file, read again only when the file has changed. Raises ValueError where there is none."""
     try:
         stat = Path(path).stat()
-    except OSError as error:
-        raise ValueError(f"{path} is no residual head: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path!r} is no residual head: {error}") from error
     return _loaded(path, stat.st_mtime_ns, stat.st_size)

@@ -64,6 +64,8 @@ class Sequence:
     """Tokens that there were when pages were weighed."""
     worth: Tensor | None = None
     """What a residual head told of each token when it was stored, float16 [layers, KV heads, tokens], NaN where nothing is known."""
+    told_by: bytes = b""
+    """Digest of the head that told it: to another one the numbers say nothing."""
     scale: float = 1.0
     """Of q·k, as the model has it."""
     thinned: int = 0

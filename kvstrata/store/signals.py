@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from kvstrata.ops.residual import at_rest, features, load_head, log_score
+from kvstrata.ops.residual import ResidualHead, at_rest, features, load_head, log_score
 from kvstrata.ops.rotary import moved
 from kvstrata.ops.score import NUM_QUERIES, column_scores, linear_score, query_scores
 from kvstrata.store.contents import Contents
@@ -45,7 +45,7 @@ class Watch:
         self._queries: dict[int, Tensor] = {}
         self._received: dict[int, Tensor] = {}
         self._worth: dict[int, Tensor] = {}
-        self._head = None if thinning.residual is None else load_head(thinning.residual)
+        self._head = None if thinning.residual is None else check_head(store, thinning.residual)
         self._contents = Contents(store, s, self._after) if thinning.score == "received" else None
 
     def write(self, layer: int, arena: Tensor, k: Tensor, v: Tensor, q: Tensor, scale: float) -> None:
@@ -83,10 +83,13 @@ class Watch:
             old = s.received if s.received is not None else new.new_zeros(*new.shape[:2], 0)
             s.received = new + pad(old[..., : self._before], (0, self._after - min(old.shape[-1], self._before)))
         if self._head is not None:
-            told = torch.stack([self._worth[layer] for layer in layers]).half()
-            before = told.new_zeros(*told.shape[:2], 0) if s.worth is None else s.worth[..., : self._before]
+            most = torch.finfo(torch.float16).max
+            told = torch.stack([self._worth[layer] for layer in layers]).clamp(-most, most).half()
+            known = s.worth is not None and s.told_by == self._head.digest
+            before = s.worth[..., : self._before] if s.worth is not None and known else told.new_zeros(*told.shape[:2], 0)
             # of what another session computed nothing is known
             s.worth = torch.cat([pad(before, (0, self._before - before.shape[-1]), value=torch.nan), told], -1)
+            s.told_by = self._head.digest
         if self._rows.stop - self._rows.start > 1 and self._thinning.score == "intent":
             queries = torch.stack([self._queries[layer] for layer in layers], 1) if self._asked else None
             s.memory = s.memory.grown([p for p, _ in self._asked], [t for _, t in self._asked], queries, self._after)
@@ -145,25 +148,28 @@ def _by_intent(store: "Store", s: Sequence, thinning: Thinning, layer: int, keys
     codes[: len(told)] = told
     codes = codes.to(keys.device)
     known = features(rule, linear_score(q, weights, keys, s.scale), keys, codes % len(Age), codes // len(Age))
-    # a number above 0, as the rule's is, in the order of log rule + correction
+    # numbers of 0 and more, as the rule's are, in the order of log rule + correction; the best has 1, for the largest would overflow
     asks = keys[torch.tensor(asked, device=keys.device)]
-    return torch.exp(log_score(rule) + head.to(keys.device)(layer, known, _worth(s, layer, rule), keys, asks))
+    final = log_score(rule) + head.to(keys.device)(layer, known, _worth(s, head, layer, rule), keys, asks)
+    return torch.exp(final - final.masked_fill(~there.T, -torch.inf).amax(-1, keepdim=True).nan_to_num(0.0, neginf=0.0)).clamp(max=1.0)
 
 
-def _worth(s: Sequence, layer: int, like: Tensor) -> Tensor:
+def _worth(s: Sequence, head: ResidualHead, layer: int, like: Tensor) -> Tensor:
     """float32 [H, n]: what was told of tokens when they were stored; of others, the mean."""
-    if s.worth is None:
+    if s.worth is None or s.told_by != head.digest:
         return torch.zeros_like(like)
     told = s.worth[layer].to(like.device).float()
     told = pad(told, (0, like.shape[-1] - told.shape[-1]), value=torch.nan)
     return torch.where(told.isnan(), told.nanmean(-1, keepdim=True).nan_to_num(0.0), told)
 
 
-def check_head(store: "Store", path: str) -> None:
-    """Raise ValueError unless the file holds a residual head for the store's model."""
-    has, c = load_head(path).config, store.config
+def check_head(store: "Store", path: str) -> ResidualHead:
+    """The residual head of a file. Raises ValueError unless it is one for the store's model."""
+    head, c = load_head(path), store.config
+    has = head.config
     wanted = (c.num_layers, c.num_kv_heads, c.head_dim)
     if (has.num_layers, has.num_kv_heads, has.head_dim) != wanted:
         raise ValueError(
             f"{path} is for {has.num_layers} layers, {has.num_kv_heads} KV heads, head_dim {has.head_dim}; the model has {wanted}"
         )
+    return head

@@ -71,8 +71,13 @@ class Step:
             # without frames for other anchors those that are there stay; and pages settle at once where they are to be in the end
             self._choosing = self._staging = False
             self._new = store.allocate(self._count(token_ids))
-        self._pool = iter(self._new)
-        self._plan_all(token_ids)
+        self._pool, self._placing = iter(self._new), True
+        try:
+            self._plan_all(token_ids)
+        except Exception:
+            # a residual head's file may be gone since the plan was made
+            store.arena.release(self._new)
+            raise
         self._finish_jobs()
         self._plan_queries()
         for change in self._changes:
@@ -99,7 +104,7 @@ class Step:
 
     def _count(self, token_ids: list[list[int]]) -> int:
         """Frames that the step needs."""
-        self._needed, self._chooses, self._stages = 0, False, False
+        self._needed, self._chooses, self._stages, self._placing = 0, False, False, False
         self._plan_all(token_ids)
         return self._needed
 
@@ -129,7 +134,8 @@ class Step:
         change = _Change(s, ids, s.settled, pages, settled)
         rows = slice(row, row + len(ids))
         change.anchors = self._plan_anchors(change, rows)
-        if self._new and ids and s.plan.thinning is not None:
+        # a step that takes no frame is watched like any other
+        if self._placing and ids and s.plan.thinning is not None:
             change.watch = Watch(self._store, s, s.plan.thinning, rows)
         self._changes.append(change)
 

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvstrata.config import StoreConfig
@@ -335,15 +336,14 @@ class Store:
         s.weights = s.weights[:whole]
         s.memory = s.memory.cropped(num_tokens)
         s.received, s.worth = (None if x is None else x[..., :num_tokens] for x in (s.received, s.worth))
-        self._keep_survivors(s)
+        self.keep_survivors(s, np.ones(num_tokens, np.bool_))
         self._keep_anchors(s)
 
-    def _keep_survivors(self, s: Sequence) -> None:
-        """Let go of survivors that the sequence's tokens do not reach."""
-        kept = [keep(page, np.ones(s.num_tokens, np.bool_)) for page in s.survivors]
-        for page in kept:
-            if not page.tokens:
-                self.arena.release(page.frames)
+    def keep_survivors(self, s: Sequence, kept_tokens: NDArray[np.bool_]) -> None:
+        """Let go of survivors at positions that `kept_tokens` [positions] does not name."""
+        kept = [keep(page, kept_tokens) for page in s.survivors]
+        for frames in [page.frames for page in kept if not page.tokens]:
+            self.arena.release(frames)
         s.survivors = [page for page in kept if page.tokens]
 
     # books

@@ -38,7 +38,8 @@ def is_due(s: Sequence, thinning: Thinning) -> bool:
     pages = thinnable(s, thinning)
     stays = sum(page.live_tokens for p, page in enumerate(s.pages) if p in thinning.spared or p >= s.settled)
     crowded = thinning.repack and len(pages) + len(s.survivors) > thinning.pages
-    return bool(pages) and (crowded or s.held_tokens - stays > thinning.count + thinning.slack)
+    # pages of survivors are thinned too: a newest turn that grows, of which nothing goes yet, leaves them less room
+    return bool(pages or s.survivors) and (crowded or s.held_tokens - stays > thinning.count + thinning.slack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +89,24 @@ def _check_room(store: "Store", wanted: int, gone: list[tuple[int, ...]]) -> Non
 
 
 def _mask(store: "Store", s: Sequence, pages: list[int], kept: NDArray[np.bool_]) -> None:
-    """Let tokens die where they are: kept bool [tokens], for all layers and heads."""
+    """Let tokens die where they are, survivors of an earlier plan among them: kept bool [tokens], for all layers and heads."""
     for p in pages:
         page, bits = s.pages[p], np.packbits(kept[p * PAGE_SIZE : (p + 1) * PAGE_SIZE], bitorder="little")
         live = page.live & int.from_bytes(bits.tobytes(), "little")
         if not live:
             store.arena.release(page.frames)
         s.pages[p] = Page(page.tier, page.frames, live) if live else Page(Tier.EVICTED, (), 0)
+    store.keep_survivors(s, kept)
     s.version += 1
 
 
 def _candidates(store: "Store", s: Sequence, pages: list[int]) -> NDArray[np.bool_]:
     """bool [layers, H, tokens]: what may live on."""
     c = store.config
-    masks = np.zeros((s.settled, PAGE_SIZE), np.bool_)
+    masks = np.zeros((len(s.pages), PAGE_SIZE), np.bool_)
     masks[pages] = tokens_of([s.pages[p].live for p in pages])
-    where = np.broadcast_to(masks.ravel(), (c.num_layers, c.num_kv_heads, masks.size)).copy()
+    # after a crop survivors may lie in a page that has not settled again
+    where = np.broadcast_to(masks.ravel()[: s.num_tokens], (c.num_layers, c.num_kv_heads, s.num_tokens)).copy()
     for page in s.survivors:
         layer, head, slot = np.nonzero(page.positions != EMPTY)
         where[layer, head, page.positions[layer, head, slot]] = True
@@ -118,7 +121,7 @@ def _choose(
     scores = torch.empty(layers, heads, n)
     for layer in range(layers):
         keys, values, _, there = contents.read(layer, store.arena.buffer[layer])
-        scores[layer] = score(layer, keys, values, there)[:, :n].float().cpu()
+        scores[layer] = score(layer, keys, values, there).float().cpu()
     if not thinning.per_head:
         # each layer and head has one vote, whatever the size of its scores
         total = scores.clamp(min=0).sum(-1, keepdim=True).clamp(min=1e-30)

@@ -167,3 +167,71 @@ def test_a_head_for_other_query_heads_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is for 8 query heads; the model has 4"):
             session.feed(ids, spans)
         session.store.check_integrity()
+
+
+def told_session(path: Path, head: ResidualHead) -> Session:
+    head.save(path)
+    ids, spans = conversation(8)
+    settings = {"kept": 250, "turns": 0, "spare": (), "residual": str(path)}
+    session = Session(tiny("llama"), None, "intentkv", policy_settings=settings, capacity_tokens=900)  # type: ignore[arg-type]
+    session.feed(ids[:412], tuple(s for s in spans if s.end <= 412), logits_to_keep=1)
+    return session
+
+
+def loud_head(seed: int = 0, **geometry: int) -> ResidualHead:
+    torch.manual_seed(seed)
+    head = ResidualHead(HeadConfig(**{"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64} | geometry))
+    with torch.no_grad():
+        for p in (head.outer, head.straight):
+            p.normal_()
+    return head
+
+
+def test_a_head_that_goes_or_is_anothers_before_a_step_leaves_no_frames_behind(tmp_path: Path) -> None:
+    path = tmp_path / "head.safetensors"
+    session = told_session(path, loud_head())
+    number = session._sequence.id
+    path.unlink()
+    with pytest.raises(ValueError, match="is no residual head"):
+        session.store.begin([number], [[5] * 70])
+    session.store.check_integrity()
+    for geometry in ({"num_layers": 2}, {"num_kv_heads": 4}, {"head_dim": 32}):
+        loud_head(**geometry).save(path)
+        with pytest.raises(ValueError, match="the model has"):
+            session.store.begin([number], [[5] * 70])
+        session.store.check_integrity()
+    loud_head().save(path)
+    session.store.begin([number], [[5] * 70]).abort()
+    session.store.check_integrity()
+
+
+def test_what_one_head_told_says_nothing_to_another(tmp_path: Path) -> None:
+    path, (ids, spans) = tmp_path / "head.safetensors", conversation(8)
+    session = told_session(path, loud_head())
+    assert session._sequence.worth.isfinite().all()
+    # written again, but the same
+    loud_head().save(path)
+    part = tuple(Span(s.start, min(s.end, 450), s.role, s.turn) for s in spans if s.start < 450)
+    session.feed(ids[:450], part, logits_to_keep=1)
+    assert session._sequence.worth.isfinite().all()
+    loud_head(1).save(path)
+    session.feed(ids, spans, logits_to_keep=1)
+    worth = session._sequence.worth
+    assert worth[..., :450].isnan().all()
+    assert worth[..., 450:].isfinite().all()
+
+
+def test_answers_beyond_all_bounds_still_rank(tmp_path: Path) -> None:
+    head = ResidualHead(HeadConfig(3, 4, 2, 64))
+    with torch.no_grad():
+        # it wants old tokens, by more than an exponential of the sum can hold
+        head.straight[:, :, 4] = 150.0
+        head.tell.fill_(60000.0)
+    session = told_session(tmp_path / "head.safetensors", head)
+    session.store.check_integrity()
+    assert session._sequence.worth.isfinite().all()
+    # the rule's part of a score spans 21, and so do distances of one to 2.2
+    places = [page.positions[page.positions >= 0] for page in session._sequence.survivors]
+    count = len(set(range(32, 412)) & {int(p) for x in places for p in x})
+    assert 100 < count < 300
+    assert max(int(p.max()) for p in places) < 412 - (412 - 32 - 160) / 2.2

@@ -327,3 +327,54 @@ def test_v_is_stored_rotated() -> None:
     _, v = store.read_pages(store.arena.buffer[0], torch.tensor([page.frames], dtype=torch.int32), page.tier)
     want = kv([int(page.positions[0, 0, 0])], 0)[1][0, 0]
     assert (quant.rotate(v.float())[0, 0, 0] - want).abs().max() < 1e-5
+
+
+def test_survivors_give_way_where_nothing_else_may() -> None:
+    store = make_store()
+    one = store.add_sequence(plan())
+    feed(store, one, list(range(300)))
+    store.set_plan(one, plan())
+    # a budget that fell, or a newest turn that grew: all that may go has been gathered before
+    store.set_plan(one, plan(20))
+    store.check_integrity()
+    lives, end = alive(store, one), store.sequence(one).settled * PAGE_SIZE
+    assert (lives[:, :, PAGE_SIZE:end].sum(-1) == 20).all()
+    assert len(store.sequence(one).survivors) <= 2
+    store.set_plan(one, plan(5, per_head=False, repack=False))
+    store.check_integrity()
+    assert store.sequence(one).held_tokens == 300 - end + PAGE_SIZE + 5
+    check_attention(store, one, [500, 501], 1e-4)
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_survivors_of_a_page_that_a_crop_has_cut_are_thinned(window: int) -> None:
+    store = make_store(window=window)
+    how: dict[str, Any] = {"score": "random", "spared": frozenset([0, 3])}
+    one = store.add_sequence(plan(**how))
+    feed(store, one, list(range(400)))
+    store.set_plan(one, plan(**how))
+    store.crop(one, 150)
+    assert alive(store, one)[:, :, 128:].any(), "nobody lives in the page that was cut"
+    store.set_plan(one, plan(1, score="random"))
+    store.check_integrity()
+    assert (alive(store, one)[:, :, PAGE_SIZE:].sum(-1) == 1).all()
+    check_attention(store, one, [500, 501], 1e-4)
+
+
+def test_steps_that_take_no_frame_are_watched_too() -> None:
+    store = make_store()
+    one = store.add_sequence(plan(score="received"))
+    feed(store, one, list(range(100)))
+    for n in range(100, 140):
+        generate(store, one, n)
+    feed(store, one, [140, 141, 142])
+    received = store.sequence(one).received
+    assert received is not None
+    for layer in range(L):
+        want = column_scores(queries(list(range(143)), layer), kv(list(range(143)), layer)[0], SCALE)
+        assert (received[layer] - want).abs().max() < 1e-3
+    store = make_store()
+    one = store.add_sequence(plan(asks=(Ask(0, 4, 0), Ask(40, 44, 1))))
+    feed(store, one, list(range(40)))
+    feed(store, one, list(range(40, 46)))
+    assert store.sequence(one).memory.positions == (0, 1, 2, 3, 40, 41, 42, 43)
