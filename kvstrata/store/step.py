@@ -271,7 +271,7 @@ class Step:
         self._check_finite(layer, k, v, "")
         arena, codec = store.arena.buffer[layer], store.layout.codec
         dtype = store.dense_dtype
-        k = k.to(dtype)
+        k, told = k.to(dtype), v
         v = (quant.rotate(v) if codec.rotates_v else v).to(dtype)
         if dtype is torch.float16:
             self._check_finite(layer, k, v, " in float16")
@@ -297,7 +297,8 @@ class Step:
             store.queries.write(layer, rings, places, q[rows])
         for change in self._changes:
             if change.watch is not None:
-                change.watch.write(layer, arena, k, v, q, scale)
+                # a head has learned from values as the model gives them, not as they are stored
+                change.watch.write(layer, arena, k, told, q, scale)
             if change.anchors is not None:
                 newest = store.queries.read(layer, change.ring, change.queries_from, change.anchors.num_tokens)
                 change.anchors.choose(layer, arena, newest, k, v, scale)

@@ -235,3 +235,18 @@ def test_answers_beyond_all_bounds_still_rank(tmp_path: Path) -> None:
     count = len(set(range(32, 412)) & {int(p) for x in places for p in x})
     assert 100 < count < 300
     assert max(int(p.max()) for p in places) < 412 - (412 - 32 - 160) / 2.2
+
+
+def test_a_token_is_told_as_it_was_when_the_head_learned(tmp_path: Path) -> None:
+    head, (ids, spans) = loud_head(), conversation(8)
+    session = told_session(tmp_path / "head.safetensors", head)
+    worth = session._sequence.worth
+    for lesson in lessons(session.model, ids[:412], tuple(s for s in spans if s.end <= 412), tokens=10**6):
+        places = [p for s in spans if s.role is not Role.INST and s.turn < lesson_turn(spans, lesson.cut) for p in range(s.start, s.end)]
+        want = head.worth(lesson.layer, lesson.own)
+        assert (worth[lesson.layer][:, [p for p in places if p >= 32]] - want).abs().max() < 0.02
+
+
+def lesson_turn(spans: tuple[Span, ...], cut: int) -> int:
+    """The newest turn before a cut."""
+    return max(s.turn for s in spans if s.end <= cut)
