@@ -11,12 +11,14 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvstrata import saving
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
 from kvstrata.policy import POLICIES, Budget, BudgetTooSmallError, Signals, make_policy, recent_window
 from kvstrata.policy.budget import MOST_BITS
@@ -186,6 +188,18 @@ class Session:
         """Forget the conversation; its settled pages stay reusable in the store until their frames are wanted."""
         self._cache.reset()
         self._spans, self._known = (), 0
+
+    def save(self, path: str | Path) -> None:
+        """Write all of it to a file, which is compared before it takes its name (docs/architecture.md). Raises OSError where that fails."""
+        saving.save(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, store: Store | None = None,
+        capacity_tokens: int | None = None,
+    ) -> Self:  # fmt: skip
+        """Continue a saved session; store, capacity_tokens: as for a new one. ValueError: what is wrong with the file, or not as saved."""
+        return saving.load(cls, path, model, tokenizer, store, capacity_tokens)
 
     # what it holds
 

@@ -203,9 +203,13 @@ class StrataCache(Cache):
         return len(self.sequence_ids) or -1
 
     @property
+    def sliding_layers(self) -> list[SlidingLayer]:
+        return list(self._sliding.values())
+
+    @property
     def sliding_bytes(self) -> int:
         """Bytes that sliding-window layers hold outside the store."""
-        return sum(x.nbytes for layer in self._sliding.values() for x in (layer.keys, layer.values) if x is not None)
+        return sum(x.nbytes for layer in self.sliding_layers for x in (layer.keys, layer.values) if x is not None)
 
     def adopt(self, sequence_id: int) -> None:
         """Continue a sequence that is in the store already (a matched prefix, a fork). Only for an empty cache of one row."""

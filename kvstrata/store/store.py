@@ -122,7 +122,7 @@ class Store:
         keys: list[bytes] = []
         for p in range(last):
             page_ids = token_ids[p * PAGE_SIZE : (p + 1) * PAGE_SIZE]
-            keys.append(page_key(keys[-1] if keys else b"", page_ids, self._codec_name))
+            keys.append(page_key(keys[-1] if keys else b"", page_ids, self.codec_name))
         found = self.prefix.match(keys, min_tier)
         for page in found:
             self.arena.retain(page.frames)
@@ -143,7 +143,7 @@ class Store:
         self._keep_anchors(s)
 
     @property
-    def _codec_name(self) -> str:
+    def codec_name(self) -> str:
         return f"{self.layout.codec.name}/{self.config.dense_dtype}/{self.config.window}"
 
     def first_window_page(self, num_tokens: int) -> int:
@@ -195,15 +195,15 @@ class Store:
         for p in range(first, s.settled):
             page = s.pages[p]
             if page.live != (1 << PAGE_SIZE) - 1:
-                self._new_epoch(s)
+                self.new_epoch(s)
             if len(s.keys) != p:
                 continue
             ids = s.token_ids[p * PAGE_SIZE : (p + 1) * PAGE_SIZE]
-            s.keys.append(page_key(s.keys[-1] if s.keys else b"", ids, self._codec_name, s.salt))
+            s.keys.append(page_key(s.keys[-1] if s.keys else b"", ids, self.codec_name, s.salt))
             if s.shareable and not s.salt:
                 self.prefix.insert(s.keys[-1], page)
 
-    def _new_epoch(self, s: Sequence) -> None:
+    def new_epoch(self, s: Sequence) -> None:
         """What s computes from now on saw a pruned context: its keys must match nobody else's."""
         s.salt = f"{s.id}:{next(self._epochs)}".encode()
 
@@ -236,7 +236,7 @@ class Store:
             s.pages[p] = self._demote(page, tier, live)
             s.version += 1
             if s.pages[p].live != page.live:
-                self._new_epoch(s)
+                self.new_epoch(s)
         if plan.thinning is not None:
             self._thin(s, plan.thinning)
         self._keep_anchors(s)
@@ -246,7 +246,7 @@ class Store:
         if not is_due(s, thinning):
             return
         s.thinned += thin(self, s, thinning, lambda layer, k, v, there: scored(self, s, thinning, layer, k, there))
-        self._new_epoch(s)
+        self.new_epoch(s)
 
     def _keep_anchors(self, s: Sequence) -> None:
         """Let go of anchors beyond the plan's, and of those whose token does not live in a quantized page any more."""
