@@ -8,7 +8,7 @@ conversation asked for, but another might (KVzip, Kim et al. 2025, ranks by that
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,36 +64,40 @@ def cuts_of(spans: Sequence[Span]) -> list[int]:
 
 @torch.no_grad()
 def lessons(
-    model: PreTrainedModel, token_ids: Sequence[int], spans: Sequence[Span], *, tokens: int = 384, decay: float = 0.1, seed: int = 0
+    model: PreTrainedModel, token_ids: Sequence[int], spans: Sequence[Span], *, tokens: int = 1024, decay: float = 0.1, seed: int = 0
 ) -> list[Lesson]:
     """tokens: of each layer and turn, drawn by `seed`. Raises ValueError for a conversation of fewer than three turns."""
     cuts, n = cuts_of(spans), len(token_ids)
     if not cuts:
         raise ValueError(f"a conversation of {n} tokens has fewer than three user turns; nothing can be learned from it")
-    out: list[Lesson] = []
-    rotations, told = inv_freq(model), retold(model, token_ids)
+    half: list[tuple[Lesson, Tensor]] = []
+    rotations = inv_freq(model)
 
     def see(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         q, k, v = (x.transpose(0, 1).float() for x in (q, k, v))
         peaks = _by_segment(q, k, scale, cuts, _asking(spans, n))
         for i, cut in enumerate(cuts):
             generator = torch.Generator().manual_seed(seed + 1000 * i + layer)
-            paid = peaks[i:].amax(0), told[layer]
-            out.append(_lesson(layer, q, k, v, scale, spans, cut, paid, rotations, tokens, decay, generator))
+            half.append(_lesson(layer, q, k, v, scale, spans, cut, peaks[i:].amax(0), rotations, tokens, decay, generator))
 
+    cache, ids = DynamicCache(config=model.config), torch.tensor([list(token_ids)], device=model.device)
     with captured(model, see):
-        model(torch.tensor([list(token_ids)], device=model.device), use_cache=False, logits_to_keep=1)
-    return out
+        model(ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
+    again = retold(model, ids, cache)
+    # each half counts as much as the other, whatever its sum
+    return [replace(x, label=_share(x.later) + _share(again[x.layer][:, at].cpu())) for x, at in half]
+
+
+def _share(x: Tensor) -> Tensor:
+    return x / x.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 @torch.no_grad()
-def retold(model: PreTrainedModel, token_ids: Sequence[int], *, block: int = 1024) -> list[Tensor]:
-    """The largest attention that each token is paid while the conversation is told again, `block` tokens at a time right behind its end:
-    float32 [H, n] a layer. Nothing but the conversation's own tokens is used, so any model and template will do."""
-    cache, n = DynamicCache(config=model.config), len(token_ids)
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    keyword = cache_keyword(model)
-    model(ids, use_cache=True, logits_to_keep=1, **{keyword: cache})
+def retold(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, *, block: int = 1024) -> list[Tensor]:
+    """The largest attention that each token of a conversation, ids [1, n], is paid while it is told again, `block` tokens at a time right
+    behind its end: float32 [H, n] a layer. cache: of the conversation, left as it was. Nothing but the conversation's own tokens is used,
+    so any model and template will do."""
+    n, keyword = ids.shape[1], cache_keyword(model)
     peaks: dict[int, Tensor] = {}
 
     def see(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
@@ -142,9 +146,9 @@ def _peaks(q: Tensor, k: Tensor, scale: float, rows: Tensor | slice, before: int
 
 
 def _lesson(
-    layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Sequence[Span], cut: int, paid: tuple[Tensor, Tensor],
+    layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Sequence[Span], cut: int, paid: Tensor,
     rotations: Tensor | None, tokens: int, decay: float, generator: torch.Generator,
-) -> Lesson:  # fmt: skip
+) -> tuple[Lesson, Tensor]:  # fmt: skip
     told = [Span(s.start, min(s.end, cut), s.role, s.turn, s.modality) for s in spans if s.start < cut]
     asks = [Ask(s.start, s.end, s.turn) for s in told if s.role in ASKS]
     remembered = [(p, ask.turn) for ask in asks for p in places(ask)]
@@ -163,9 +167,7 @@ def _lesson(
     places_ = torch.from_numpy(np.flatnonzero(movable))
     chosen = places_[torch.randperm(len(places_), generator=generator)[:tokens].sort().values].to(k.device)
     own = at_rest(q[chosen], k[chosen], v[chosen], chosen, None if rotations is None else rotations.to(k.device))
-    later, again = (x[:, :cut][:, chosen] for x in paid)
-    # each half counts as much as the other, whatever its sum
-    label = later / later.sum(-1, keepdim=True).clamp(min=1e-9) + again / again.sum(-1, keepdim=True).clamp(min=1e-9)
+    later = paid[:, :cut][:, chosen].float().cpu()
     asked = keys[torch.tensor(newest_ask(asks), device=k.device)]
     own, known, kept, asked, score = (x.half().cpu() for x in (own, known[:, chosen], keys[chosen], asked, log_score(rule)[:, chosen]))
-    return Lesson(layer, cut, own, known, kept, asked, score, label.float().cpu(), later.float().cpu())
+    return Lesson(layer, cut, own, known, kept, asked, score, later, later), chosen
