@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -201,7 +202,9 @@ def verdicts(runs: Sequence[dict[str, Any]]) -> list[str]:
             common = [t for t in dict.fromkeys(t for _, t in of) if all((label, t) in of for label in labels)]
             return len(common), [[of[label, t] for t in common] for label in labels]
 
-        main, where = name_of(OURS, MAIN), f"{protocol}, {length} tokens"
+        rule, where = name_of(OURS, MAIN), f"{protocol}, {length} tokens"
+        # with its head where one was run
+        main = next((label for label in (f"{rule}, residual", rule) if any(label == found for found, _ in of)), rule)
         count, (ours, full) = hits(main, FULL)
         if count:
             a, b = (sum(r["facts_hit"] for r in x) for x in (ours, full))
@@ -214,8 +217,7 @@ def verdicts(runs: Sequence[dict[str, Any]]) -> list[str]:
                 asked = sum(len(r["fact_logp"]) for r in ours)
                 points = 100 * (sum(r["facts_hit"] for r in ours) - sum(r["facts_hit"] for r in theirs)) / asked
                 lines.append(f"{where}: {points:+.1f} points over {other}, 10 wanted: {_word(points >= 10)}")
-        for share in BUDGETS:
-            rule = name_of(OURS, share)
+        for rule in map(partial(name_of, OURS), BUDGETS):
             count, (with_head, without) = hits(f"{rule}, residual", rule)
             if count:
                 a, b = (sum(sum(r["fact_logp"]) for r in x) / sum(len(r["fact_logp"]) for r in x) for x in (with_head, without))

@@ -170,10 +170,22 @@ def _loaded(path: str, written: int, size: int) -> ResidualHead:
     return ResidualHead.load(path)
 
 
-def load_head(path: str) -> ResidualHead:
-    """A head of a file, read again only when the file has changed. Raises ValueError where there is none."""
+HEADS = Path(__file__).parents[1] / "intent" / "heads"
+"""Of the heads that come with the package, each with the report of its training."""
+
+
+def shipped() -> list[str]:
+    """Names of the heads that come with the package."""
+    return sorted(path.stem for path in HEADS.glob("*.safetensors"))
+
+
+def load_head(name_or_path: str) -> ResidualHead:
+    """A shipped head by its name, or one of a file, read again only when the file has changed. Raises ValueError where there is none."""
+    path = HEADS / f"{name_or_path}.safetensors" if name_or_path in shipped() else Path(name_or_path)
     try:
-        stat = Path(path).stat()
+        stat = path.stat()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path!r} is no residual head: {error}") from error
-    return _loaded(path, stat.st_mtime_ns, stat.st_size)
+        raise ValueError(
+            f"{name_or_path!r} is no residual head: {error}; accepted: {', '.join([*shipped(), 'a file of train-intent'])}"
+        ) from error
+    return _loaded(str(path), stat.st_mtime_ns, stat.st_size)

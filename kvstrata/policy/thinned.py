@@ -114,7 +114,7 @@ class IntentKV(Thinned):
     """IntentKV: the attention that the session's remembered asks would pay ranks tokens; instructions and the newest turn stay.
 
     decay: lambda a turn. memory: False remembers the newest turn's asks alone, an ablation. rope, pool: as Thinning has them. residual:
-    file of a trained head (`kvstrata train-intent`) whose correction is added.
+    a shipped head's name (qwen05), or the file of a trained one (`kvstrata train-intent`), whose correction is added.
     """
 
     SCORE: ClassVar[str] = "intent"

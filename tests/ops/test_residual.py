@@ -1,5 +1,6 @@
 """The residual head: nothing before training, files that say what they are, features that are finite."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvstrata.ops.residual import NUM_FEATURES, HeadConfig, ResidualHead, at_rest, features, load_head
+from kvstrata.ops.residual import HEADS, NUM_FEATURES, HeadConfig, ResidualHead, at_rest, features, load_head, shipped
 from kvstrata.ops.rotary import moved
 
 CONFIG = HeadConfig(2, 6, 2, 64, rank=8)
@@ -85,6 +86,18 @@ def test_files_come_back_and_strangers_are_refused(tmp_path: Path) -> None:
         load_head(str(path))
     with pytest.raises(ValueError, match="no_such_file"):
         load_head(str(tmp_path / "no_such_file"))
+
+
+def test_shipped_heads_load_and_were_judged_on_what_they_had_not_read() -> None:
+    assert "qwen05" in shipped()
+    for name in shipped():
+        head, report = load_head(name), json.loads((HEADS / f"{name}.json").read_text())
+        assert head.outer.any()
+        assert (HEADS / f"{name}.safetensors").stat().st_size < 4 << 20
+        people = [{c.split("_")[1] for c in report[part]} for part in ("learned_from", "stopped_by", "judged_by")]
+        assert not (people[0] | people[1]) & people[2]
+        kept = report["mass_kept"]
+        assert all(kept["rule + residual"][share] > kept["rule"][share] for share in kept["rule"])
 
 
 @pytest.mark.parametrize("bad", [{"num_layers": 0}, {"rank": 2.5}, {"hidden": True}])
