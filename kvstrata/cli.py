@@ -267,7 +267,7 @@ def train_intent(
     from kvstrata.intent.run import train_on
 
     with usage_errors():
-        judging = {t.id for source in judge or () for t in load_traces(source, limit).traces}
+        judging = {t.id for source in judge or () for t in load_traces(source, None if limit is None else skip + limit).traces[skip:]}
     loaded, conversations, failed = _model_and_conversations(model, [*traces, *(judge or ())], out_path, limit, skip, asked=True)
     judges = sum(c.id in judging for c in conversations)
     with usage_errors(), progress_bar() as progress:

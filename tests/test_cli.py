@@ -251,3 +251,22 @@ def test_calibrate_writes_a_profile_that_a_policy_takes(invoke: Any, tmp_path: P
     empty = invoke("calibrate", "--model", "tiny", "--traces", traces, "--out", out, "--skip", "9")
     assert empty.exit_code == 2
     assert "no conversation is long enough" in empty.stderr
+
+
+def test_train_intent_judges_by_the_traces_that_are_named_and_by_no_others(invoke: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("a", "b"):
+        lines = [json.dumps({"id": f"{name}{i}", "messages": MESSAGES, "tools": [TOOL]}) for i in range(5)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    seen: dict[str, Any] = {}
+
+    def train_on(model: Any, name: str, conversations: Any, out: Path, **kwargs: Any) -> Any:
+        seen.update(kwargs, ids=[c.id for c in conversations])
+        return {"mass_kept": {}, "judged_by": []}
+
+    monkeypatch.setattr("kvstrata.intent.run.train_on", train_on)
+    for limit, skip, wanted in ((2, 0, ["a0", "a1", "b0", "b1"]), (2, 2, ["a2", "a3", "b2", "b3"]), (9, 4, ["a4", "b4"])):
+        traces = ("--traces", tmp_path / "a.jsonl", "--judge", tmp_path / "b.jsonl")
+        result = invoke("train-intent", "--model", "tiny", *traces, "--limit", limit, "--skip", skip, "--out", tmp_path / "h.safetensors")
+        assert result.exit_code == 0, result.output
+        assert seen["ids"] == wanted
+        assert seen["judges"] == len(wanted) // 2
