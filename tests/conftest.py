@@ -9,10 +9,15 @@ if not os.path.exists("/proc/driver/nvidia/version"):  # noqa: PTH110
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.modeling_utils import PreTrainedModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,3 +40,18 @@ def model_path() -> Callable[[str], Path]:
         return folder
 
     return find
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: Callable[[str], Path]) -> "PreTrainedTokenizerBase":
+    """Of qwen05, and `model`: of its vocabulary, tiny and random. Tests that need others have their own."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path("qwen05"))
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
+    from tests.models import tiny
+
+    return tiny("qwen2", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)

@@ -1,13 +1,11 @@
 """The session: turns, reuse, budgets, reports, and what an error leaves behind."""
 
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from kvstrata.adapters.hf import store_config
@@ -16,23 +14,12 @@ from kvstrata.session import Session
 from kvstrata.store.arena import OutOfFramesError
 from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Role, Span, Tier
-from tests.models import tiny
 
 Messages = list[dict[str, Any]]
 TOOL = {
     "type": "function",
     "function": {"name": "ls", "description": "List files. " * 30, "parameters": {"type": "object", "properties": {}}},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_path: Callable[[str], Path]) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(model_path("qwen05"))
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    return tiny("qwen2", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
 
 
 def conversation(turns: int, words: int = 60) -> Messages:

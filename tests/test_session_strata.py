@@ -1,28 +1,14 @@
 """Sessions under policy strata: bytes at every step, instructions, and the same plan for the same tokens."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from kvstrata.session import Session
 from kvstrata.types import PAGE_SIZE, Role, Span, Tier
-from tests.models import tiny
 
 Tagged = tuple[list[int], tuple[Span, ...]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_path: Callable[[str], Path]) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(model_path("qwen05"))
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    return tiny("qwen2", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
 
 
 INST = 1000

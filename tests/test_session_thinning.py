@@ -1,12 +1,10 @@
 """Sessions that evict: budgets within long turns, prefixes that stay whole, reports, and what an error leaves."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from kvstrata.ops.quant import NonFiniteError
@@ -16,16 +14,6 @@ from tests.models import tiny
 from tests.test_session import TOOL, conversation
 
 POLICIES = ("intentkv", "streaming", "snapkv", "h2o", "recent", "random")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_path: Callable[[str], Path]) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(model_path("qwen05"))
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    return tiny("qwen2", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
 
 
 def long_turn(tokens: int) -> tuple[list[int], tuple[Span, ...]]:

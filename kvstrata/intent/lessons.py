@@ -122,14 +122,8 @@ def _asking(spans: Sequence[Span], n: int) -> Tensor:
 def _by_segment(q: Tensor, k: Tensor, scale: float, cuts: list[int], asking: Tensor) -> Tensor:
     """The largest attention that each key gets from a query that asks, of each segment that begins at a cut: float32 [cuts, H, n].
     q [n, Hq, D], k [n, H, D]."""
-    n, heads, _ = k.shape
-    peaks = torch.zeros(len(cuts), heads, n, device=k.device)
-    for segment, (first, last) in enumerate(itertools.pairwise([*cuts, n])):
-        loud = asking[first:last].nonzero()[:, 0].to(q.device) + first
-        for start in range(0, len(loud), BLOCK):
-            at = loud[start : start + BLOCK]
-            peaks[segment] = torch.maximum(peaks[segment], _peaks(q, k, scale, at, 0))
-    return peaks
+    segments = itertools.pairwise([*cuts, len(q)])
+    return torch.stack([_peaks(q, k, scale, asking[first:last].nonzero()[:, 0].to(q.device) + first, 0) for first, last in segments])
 
 
 def _peaks(q: Tensor, k: Tensor, scale: float, rows: Tensor | slice, before: int) -> Tensor:
