@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvstrata.eval.models import Device
 from kvstrata.terminal import check_output, complain, err, fail, load_model, load_tokenizer, out, print_table, progress_bar, usage_errors
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def evaluate_command(
     needles: Annotated[int, typer.Option(help="Facts planted in each conversation that asks nothing itself; 0 for none.")] = 5,
     dense_dtype: DenseType = None,
     limit: Annotated[int | None, typer.Option(help="Conversations at most.")] = None,
+    device: Device = "cpu",
     json_out: Annotated[str | None, typer.Option("--json", help="Write the figures as JSON to this file, or - for stdout.")] = None,
 ) -> None:
     """Judge a setting on conversations, token by token against the uncompressed cache."""
@@ -117,7 +119,7 @@ def evaluate_command(
         complain(line)
     if not found.traces:
         raise fail(f"no conversation of {traces} could be read", 1)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, device)
     from kvstrata.eval.evaluate import evaluate
     from kvstrata.eval.table import results_table
 
@@ -144,6 +146,7 @@ def demo(
     model: Model = "smollm2",
     traces: Annotated[Path | None, typer.Option(help="JSONL whose first conversation is run; the one in examples/ by default.")] = None,
     report: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("report.html"),
+    device: Device = "cpu",
 ) -> None:
     """A real agent conversation at five settings: a table, and report.html."""
     with usage_errors():
@@ -156,7 +159,7 @@ def demo(
         found = load_traces(str(source), 1)
         if found.errors or not found.traces:
             raise ValueError(found.errors[0])
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, device)
     from kvstrata.eval.table import results_table
 
     with usage_errors(), progress_bar() as progress:
@@ -201,7 +204,7 @@ def tag(
 
 
 def _model_and_conversations(
-    model: str, traces: list[str], out_path: Path, limit: int | None, skip: int, *, asked: bool = False
+    model: str, device: str, traces: list[str], out_path: Path, limit: int | None, skip: int, *, asked: bool = False
 ) -> tuple[Any, Any, list[str]]:
     """Once OUT can be written: the model, the conversations (asked: with their questions), and a line, said already, for each failure."""
     from kvstrata.calibrate.run import samples
@@ -213,7 +216,7 @@ def _model_and_conversations(
         out_path.parent.mkdir(parents=True, exist_ok=True)
         check_output("--out", out_path)
         found = [load_traces(source, None if limit is None else skip + limit) for source in traces]
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, device)
 
     def conversation(trace: Any) -> Any:
         return ask(tokenizer, trace, trace.questions)[0] if asked and trace.questions else render(tokenizer, trace)
@@ -235,11 +238,12 @@ def calibrate(
     codec: Codec = "planes",
     seed: Annotated[int, typer.Option(help="Chooses the queries.", min=0)] = 0,
     window: Annotated[int, typer.Option(help="Tokens of the recent window that will be kept at BF16.", min=0)] = 0,
+    device: Device = "cpu",
 ) -> None:
     """Measure what coarsening each tag costs attention, for policy triaxial."""
     from kvstrata.calibrate.run import calibrate as measure
 
-    loaded, read, failed = _model_and_conversations(model, traces, out_path, limit, skip)
+    loaded, read, failed = _model_and_conversations(model, device, traces, out_path, limit, skip)
     with usage_errors(), progress_bar() as progress:
         profile = measure(loaded, Path(model).name, read, out_path, codec=codec, seed=seed, window=window, progress=progress)
     made = profile.made
@@ -260,7 +264,9 @@ def train_intent(
     ] = None,
     rank: Annotated[int, typer.Option(help="Of the look at the current query's K-vectors; 0: none.", min=0)] = 0,
     epochs: Annotated[int, typer.Option(min=1)] = 12,
+    width: Annotated[int, typer.Option(help="Of what looks at a token when it is stored.", min=1)] = 32,
     seed: Annotated[int, typer.Option(help="Draws tokens, weights and order.")] = 0,
+    device: Device = "cpu",
 ) -> None:
     """Learn what policy intentkv's rule misses: the attention that later turns really pay. The model stays as it is."""
     from kvstrata.eval.traces import load_traces
@@ -268,11 +274,20 @@ def train_intent(
 
     with usage_errors():
         judging = {t.id for source in judge or () for t in load_traces(source, None if limit is None else skip + limit).traces[skip:]}
-    loaded, conversations, failed = _model_and_conversations(model, [*traces, *(judge or ())], out_path, limit, skip, asked=True)
+    loaded, conversations, failed = _model_and_conversations(model, device, [*traces, *(judge or ())], out_path, limit, skip, asked=True)
     judges = sum(c.id in judging for c in conversations)
     with usage_errors(), progress_bar() as progress:
         report = train_on(
-            loaded, Path(model).name, conversations, out_path, judges=judges, rank=rank, epochs=epochs, seed=seed, progress=progress
+            loaded,
+            Path(model).name,
+            conversations,
+            out_path,
+            judges=judges,
+            rank=rank,
+            width=width,
+            epochs=epochs,
+            seed=seed,
+            progress=progress,
         )
     kept = report["mass_kept"]
     for name in kept:
@@ -293,11 +308,12 @@ def chat(
     settings: Settings = None,
     system: Annotated[str, typer.Option(help="System message.")] = "You are a helpful assistant.",
     max_new_tokens: Annotated[int, typer.Option(help="Longest reply.", min=1)] = 256,
+    device: Device = "cpu",
 ) -> None:
     """Talk to a model whose cache is stored in strata; an empty line or end of file ends it."""
     with usage_errors():
         setting = make_setting(policy, tier, budget_bits, codec, window, None, settings)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, device)
     from kvstrata.session import Session
 
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}]

@@ -60,7 +60,7 @@ def usage_errors() -> Iterator[None]:
         raise fail(error) from error
 
 
-def load_model(name: str) -> tuple[Any, Any]:
+def load_model(name: str, device: str = "cpu") -> tuple[Any, Any]:
     """Model in float32 and tokenizer of a folder, a hub id or a short name."""
     from transformers.utils import logging
 
@@ -68,7 +68,7 @@ def load_model(name: str) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     try:
-        return load(name)
+        return load(name, device=device)
     except (ValueError, OSError) as error:
         raise fail(error) from error
     except RuntimeError as error:  # it could not be fetched

@@ -26,7 +26,7 @@ KEYS = {
 def invoke(monkeypatch: pytest.MonkeyPatch, model_path: Callable[[str], Path]) -> Callable[..., Any]:
     """Run a command with a tiny model; -> result with exit_code, stdout, stderr."""
     tokenizer = AutoTokenizer.from_pretrained(model_path("smollm2"))
-    monkeypatch.setattr(cli, "load_model", lambda name: (tiny_model(), tokenizer))
+    monkeypatch.setattr(cli, "load_model", lambda name, device: (tiny_model(), tokenizer))
     monkeypatch.setattr(cli.err, "width", 200)
 
     def run(*arguments: object, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def test_wrong_usage_is_one_clear_line_and_exit_code_2(invoke: Any, good: Path, 
 def test_an_output_that_cannot_be_written_stops_a_command_before_it_runs(
     monkeypatch: pytest.MonkeyPatch, good: Path, tmp_path: Path, command: str, option: str
 ) -> None:
-    monkeypatch.setattr(cli, "load_model", lambda name: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(cli, "load_model", lambda name, device: pytest.fail("a model was loaded"))
     for path in (tmp_path, good / "inside.json"):
         result = CliRunner().invoke(cli.app, [command, "--model", "tiny", "--traces", str(good), option, str(path)])
         assert result.exit_code == 2, result.output

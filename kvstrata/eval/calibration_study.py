@@ -21,7 +21,7 @@ from kvstrata.calibrate.run import calibrate, samples
 from kvstrata.eval import study as study_file
 from kvstrata.eval.conversation import Conversation, render
 from kvstrata.eval.evaluate import run
-from kvstrata.eval.models import load
+from kvstrata.eval.models import Device, load
 from kvstrata.eval.protocols import make_task, run_reference
 from kvstrata.eval.results import Setting
 from kvstrata.eval.study import record
@@ -152,13 +152,14 @@ def main(
     also: Annotated[list[str] | None, typer.Option(help="NAME=PROFILE, to compare with the others.")] = None,
     only: Annotated[str, typer.Option(help="Profiles whose plans are run, by name, separated by commas; all by default, - for none.")] = "",
     work: Annotated[Path, typer.Option(help="Folder of the profiles and of what each conversation gave.")] = Path("out/calibration"),
+    device: Device = "cpu",
 ) -> None:
     """Compare profiles of few and many conversations."""
     wanted, places = ([int(x) for x in text.split(",")] for text in (counts, judged))
     if wanted != sorted(set(wanted)) or wanted[0] < 1 or not 0 <= max(places) < skip:
         raise typer.BadParameter(f"counts {counts} must ascend from 1 or more, and judged {judged} be below skip, {skip}")
     traces = load_traces(source, skip + max(wanted)).traces
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device=device)
     work.mkdir(parents=True, exist_ok=True)
     name = Path(model).name
     if any("=" not in item for item in also or []):

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvstrata.eval.evaluate import evaluate
 from kvstrata.eval.metrics import join
-from kvstrata.eval.models import load
+from kvstrata.eval.models import Device, load
 from kvstrata.eval.protocols import PROTOCOLS
 from kvstrata.eval.report import figure
 from kvstrata.eval.results import Result, Setting, summarize
@@ -66,8 +66,9 @@ def main(
     traces: str = "bfcl:multi_turn_base",
     limit: int = 4,
     protocol: Annotated[list[str] | None, typer.Option(help="oneshot, turns; both by default.")] = None,
+    device: Device = "cpu",
 ) -> None:
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device=device)
     found = load_traces(traces, limit)
     name = Path(model).name
     results: dict[str, Sequence[Result]] = {}

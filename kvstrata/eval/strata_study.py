@@ -15,7 +15,7 @@ import typer
 from kvstrata.eval import study as study_file
 from kvstrata.eval.conversation import render
 from kvstrata.eval.evaluate import run
-from kvstrata.eval.models import load
+from kvstrata.eval.models import Device, load
 from kvstrata.eval.protocols import make_task, run_reference
 from kvstrata.eval.results import Setting
 from kvstrata.eval.study import pooled, record
@@ -99,11 +99,12 @@ def main(
     places: Annotated[str, typer.Option(help=f"Which conversations of {SOURCE}.")] = PLACES,
     profile: Annotated[str, typer.Option(help="The model's own profile.")] = "qwen05",
     only: Annotated[str, typer.Option(help="Labels of rows to run, separated by semicolons; all by default.")] = "",
+    device: Device = "cpu",
 ) -> None:
     path = out.with_suffix(".json")
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": Path(model).name, "runs": []}
     wanted = [r for r in make_rows(profile) if r.group in rows.split(",") and (not only or r.label in only.split(";"))]
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device=device)
     chosen = [int(x) for x in places.split(",")]
     traces = load_traces(SOURCE, max(chosen) + 1).traces
     for place in chosen:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvstrata.eval import study as study_file
 from kvstrata.eval.conversation import ask, render
 from kvstrata.eval.evaluate import run
-from kvstrata.eval.models import load
+from kvstrata.eval.models import Device, load
 from kvstrata.eval.protocols import make_task, run_reference
 from kvstrata.eval.results import Setting
 from kvstrata.eval.study import pooled, record
@@ -188,13 +188,14 @@ def main(
     published: Annotated[str, typer.Option(help="A profile measured with codec triaxial.")] = "qwen05-triaxial",
     other: Annotated[list[str] | None, typer.Option(help="NAME=PROFILE, to compare with the model's own.")] = None,
     only: Annotated[str, typer.Option(help="Labels of rows to run, separated by semicolons; all by default.")] = "",
+    device: Device = "cpu",
 ) -> None:
     path = out.with_suffix(".json")
     name = Path(model).name
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": name, "runs": [], "turns": []}
     others = {"default": "default", "smollm2": "smollm2"} | dict(o.split("=", 1) for o in other or [])
     wanted = [r for r in make_rows(own, published, others) if r.group in rows.split(",") and (not only or r.label in only.split(";"))]
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device=device)
     for source, places in SOURCES:
         if sources and sources not in source:
             continue

@@ -9,6 +9,7 @@ conversation asked for, but another might (KVzip, Kim et al. 2025, ranks by that
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from kvstrata.types import PAGE_SIZE, Ask, Role, Span
 
 ASKING = (Role.USER, Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL)
 """Roles whose queries a label is taken from."""
-BLOCK = 128
+BLOCK, BLOCK_GPU = 128, 1024
 """Queries looked at at once."""
 MOST_CUTS = 6
 """Ends of turns of a conversation that lessons are taken at, evenly spread."""
@@ -36,11 +37,10 @@ MOST_CUTS = 6
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """One layer at the end of one turn, `cut` tokens in, for m tokens: own [m, channels] and known [H, m, F] (ops/residual.py), keys
-    [m, H, D], asks [A, H, D]; rule [H, m], the logarithm of the rule's score; label [H, m], sums to 2, or 1 where nothing is asked later;
-    later [H, m], the attention that later turns paid."""
+    """The end of one turn, `cut` tokens in, for m tokens, in all L layers: own [L, m, channels] and known [L, H, m, F] (ops/residual.py),
+    keys [L, m, H, D], asks [L, A, H, D]; rule [L, H, m], the logarithm of the rule's score; label [L, H, m], sums to 2, or 1 where
+    nothing is asked later; later [L, H, m], the attention that later turns paid."""
 
-    layer: int
     cut: int
     own: Tensor
     known: Tensor
@@ -49,6 +49,13 @@ class Lesson:
     rule: Tensor
     label: Tensor
     later: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        return type(self)(self.cut, *(getattr(self, name).to(device) for name in TENSORS))
+
+
+TENSORS = ("own", "known", "keys", "asks", "rule", "label", "later")
+"""Of a lesson."""
 
 
 def cuts_of(spans: Sequence[Span]) -> list[int]:
@@ -66,11 +73,14 @@ def cuts_of(spans: Sequence[Span]) -> list[int]:
 def lessons(
     model: PreTrainedModel, token_ids: Sequence[int], spans: Sequence[Span], *, tokens: int = 1024, decay: float = 0.1, seed: int = 0
 ) -> list[Lesson]:
-    """tokens: of each layer and turn, drawn by `seed`. Raises ValueError for a conversation of fewer than three turns."""
+    """One lesson for each turn of `cuts_of`.
+
+    tokens: of each layer and turn, drawn by `seed`. Raises ValueError for a conversation of fewer than three turns.
+    """
     cuts, n = cuts_of(spans), len(token_ids)
     if not cuts:
         raise ValueError(f"a conversation of {n} tokens has fewer than three user turns; nothing can be learned from it")
-    half: list[tuple[Lesson, Tensor]] = []
+    half: list[tuple[int, Lesson, Tensor]] = []
     rotations = inv_freq(model)
 
     def see(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
@@ -85,7 +95,8 @@ def lessons(
         model(ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
     again = retold(model, ids, cache)
     # each half counts as much as the other, whatever its sum
-    return [replace(x, label=_share(x.later) + _share(again[x.layer][:, at].cpu())) for x, at in half]
+    whole = [replace(x, label=_share(x.later) + _share(again[layer][:, at].cpu())) for layer, x, at in half]
+    return [Lesson(cut, *(torch.stack([getattr(x, name) for x in whole if x.cut == cut]) for name in TENSORS)) for cut in cuts]
 
 
 def _share(x: Tensor) -> Tensor:
@@ -130,11 +141,11 @@ def _peaks(q: Tensor, k: Tensor, scale: float, rows: Tensor | slice, before: int
     """The largest attention that each key is paid by one of the queries `rows`, query i of q standing at position before + i: [H, n]."""
     n, heads, _ = k.shape
     at, q = torch.arange(len(q), device=q.device)[rows] + before, q[rows].unflatten(1, (heads, -1)) * scale
-    peaks = torch.zeros(heads, n, device=k.device)
-    for start in range(0, len(q), BLOCK):
-        hidden = torch.arange(n, device=k.device)[None, :] > at[start : start + BLOCK, None]
+    peaks, block = torch.zeros(heads, n, device=k.device), BLOCK if k.device.type == "cpu" else BLOCK_GPU
+    for start in range(0, len(q), block):
+        hidden = torch.arange(n, device=k.device)[None, :] > at[start : start + block, None]
         for head in range(heads):
-            logits = (q[start : start + BLOCK, head] @ k[:, head].T).masked_fill_(hidden[:, None], -torch.inf)
+            logits = (q[start : start + block, head] @ k[:, head].T).masked_fill_(hidden[:, None], -torch.inf)
             peaks[head] = torch.maximum(peaks[head], torch.softmax(logits, -1).amax((0, 1)))
     return peaks
 
@@ -142,7 +153,8 @@ def _peaks(q: Tensor, k: Tensor, scale: float, rows: Tensor | slice, before: int
 def _lesson(
     layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Sequence[Span], cut: int, paid: Tensor,
     rotations: Tensor | None, tokens: int, decay: float, generator: torch.Generator,
-) -> tuple[Lesson, Tensor]:  # fmt: skip
+) -> tuple[int, Lesson, Tensor]:  # fmt: skip
+    """The layer, its part of a lesson without the dimension of layers, and which tokens it is of."""
     told = [Span(s.start, min(s.end, cut), s.role, s.turn, s.modality) for s in spans if s.start < cut]
     asks = [Ask(s.start, s.end, s.turn) for s in told if s.role in ASKS]
     remembered = [(p, ask.turn) for ask in asks for p in places(ask)]
@@ -164,4 +176,4 @@ def _lesson(
     later = paid[:, :cut][:, chosen].float().cpu()
     asked = keys[torch.tensor(newest_ask(asks), device=k.device)]
     own, known, kept, asked, score = (x.half().cpu() for x in (own, known[:, chosen], keys[chosen], asked, log_score(rule)[:, chosen]))
-    return Lesson(layer, cut, own, known, kept, asked, score, later, later), chosen
+    return layer, Lesson(cut, own, known, kept, asked, score, later, later), chosen

@@ -21,11 +21,11 @@ Progress = Callable[[str, int, int], None]
 
 
 def train_on(
-    model: PreTrainedModel, name: str, conversations: Sequence[Sample], out: Path, *, judges: int = 0, rank: int = 0, epochs: int = 12,
-    seed: int = 0, progress: Progress = lambda what, done, total: None,
+    model: PreTrainedModel, name: str, conversations: Sequence[Sample], out: Path, *, judges: int = 0, rank: int = 0, width: int = 32,
+    epochs: int = 12, seed: int = 0, progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write OUT and OUT.json, whole or not at all; -> the report. judges: the last conversations, that many, judge and teach nothing; 0:
-    every fourth. rank: as HeadConfig has it. Raises ValueError for too few conversations or turns."""
+    every fourth. rank, width: as HeadConfig has them. Raises ValueError for too few conversations or turns."""
     split([c.id for c in conversations], judges)
     started, taught = time.perf_counter(), []
     for i, conversation in enumerate(conversations):
@@ -34,8 +34,10 @@ def train_on(
     looked = time.perf_counter() - started
     geometry = store_config(model, PAGE_SIZE)
     heads = int(model.config.get_text_config().num_attention_heads)
-    config = HeadConfig(geometry.num_layers, heads, geometry.num_kv_heads, geometry.head_dim, rank=rank)
-    trained = train(config, [c.id for c in conversations], taught, judges=judges, epochs=epochs, seed=seed, progress=progress)
+    config = HeadConfig(geometry.num_layers, heads, geometry.num_kv_heads, geometry.head_dim, width=width, rank=rank)
+    trained = train(
+        config, [c.id for c in conversations], taught, judges=judges, epochs=epochs, seed=seed, device=model.device, progress=progress
+    )
     report = {
         "model": name, "kvstrata": kvstrata.__version__, "torch": importlib.metadata.version("torch"),
         "attention_seconds": round(looked, 1),

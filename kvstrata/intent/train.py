@@ -44,11 +44,12 @@ def split(names: Sequence[str], judges: int = 0) -> tuple[list[int], list[int], 
 
 
 def scores(head: ResidualHead | None, lesson: Lesson) -> Tensor:
-    """float32 [H, m]: the rule alone, or with the head."""
+    """float32 [L, H, m]: the rule alone, or with the head."""
     rule = lesson.rule.float()
     if head is None:
         return rule
-    return rule + head(lesson.layer, lesson.known.float(), head.worth(lesson.layer, lesson.own), lesson.keys, lesson.asks)
+    every = slice(None)
+    return rule + head(every, lesson.known.float(), head.worth(every, lesson.own), lesson.keys, lesson.asks)
 
 
 def loss_of(head: ResidualHead, lesson: Lesson) -> Tensor:
@@ -59,13 +60,13 @@ def loss_of(head: ResidualHead, lesson: Lesson) -> Tensor:
 def standardize(head: ResidualHead, material: Sequence[Lesson]) -> None:
     """Set what the head takes off and divides by, from the tokens of the lessons."""
     for layer in range(head.config.num_layers):
-        own = torch.cat([lesson.own for lesson in material if lesson.layer == layer]).float()
+        own = torch.cat([lesson.own[layer] for lesson in material]).float()
         head.mean[layer], head.std[layer] = own.mean(0), own.std(0).clamp(min=1e-3)
 
 
 @torch.inference_mode()
 def mass_kept(score: Callable[[Lesson], Tensor], of: Sequence[Lesson], share: float) -> float:
-    """Of the attention that later turns paid, the share that lands on the best `share` of the tokens: mean over lessons and heads."""
+    """Of the attention that later turns paid, the share that lands on the best `share` of the tokens: mean over lessons, layers, heads."""
     kept = []
     for lesson in of:
         best = score(lesson).topk(max(1, round(share * lesson.later.shape[-1])), -1).indices
@@ -75,29 +76,28 @@ def mass_kept(score: Callable[[Lesson], Tensor], of: Sequence[Lesson], share: fl
 
 def train(
     config: HeadConfig, names: Sequence[str], taught: Sequence[Sequence[Lesson]], *, judges: int = 0, epochs: int = 12,
-    rate: float = 2e-3, seed: int = 0, progress: Progress = lambda what, done, total: None,
+    rate: float = 2e-3, seed: int = 0, device: torch.device | None = None, progress: Progress = lambda what, done, total: None,
 ) -> Trained:  # fmt: skip
-    """names, taught: conversations and their lessons; judges: as `split` has it. The result depends on `seed` and nothing else."""
+    """names, taught: conversations and their lessons, which move to the device; judges: as `split` has it. On one machine the result
+    depends on `seed` and nothing else."""
+    device = device or torch.device("cpu")
     learn, stop, judge = split(names, judges)
     torch.manual_seed(seed)
-    head, started = ResidualHead(config), time.perf_counter()
+    head, started = ResidualHead(config).to(device), time.perf_counter()
     optimizer = torch.optim.AdamW(head.parameters(), rate, weight_decay=1e-2)
-    material = [lesson for i in learn for lesson in taught[i]]
+    material, stopping, judging = ([x.to(device) for i in part for x in taught[i]] for part in (learn, stop, judge))
     standardize(head, material)
-    # all layers of one moment at once: each has weights of its own
-    moments = [[x for x in taught[i] if x.cut == cut] for i in learn for cut in dict.fromkeys(x.cut for x in taught[i])]
-    steps = epochs * len(moments)
+    steps = epochs * len(material)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * min(step / steps, 1.0)))
     )
-    stopping, judging = ([lesson for i in part for lesson in taught[i]] for part in (stop, judge))
     best, kept = {k: v.clone() for k, v in head.state_dict().items()}, mass_kept(lambda x: scores(None, x), stopping, 0.25)
     history = [kept]
     for epoch in range(epochs):
         progress(f"epoch {epoch + 1}", epoch, epochs)
-        for i in torch.randperm(len(moments)).tolist():
+        for i in torch.randperm(len(material)).tolist():
             optimizer.zero_grad()
-            torch.stack([loss_of(head, lesson) for lesson in moments[i]]).mean().backward()
+            loss_of(head, material[i]).backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -117,4 +117,4 @@ def train(
         "stopping": [round(x, 4) for x in history],
         "mass_kept": {name: {f"{share:g}": round(mass_kept(way, judging, share), 4) for share in SHARES} for name, way in ways.items()},
     }  # fmt: skip
-    return Trained(head, report)
+    return Trained(head.cpu(), report)

@@ -120,20 +120,21 @@ class ResidualHead(nn.Module):
         self.outer = nn.Parameter(torch.zeros(c.num_layers, c.num_kv_heads, c.hidden, 1))
         self.straight = nn.Parameter(torch.zeros(c.num_layers, c.num_kv_heads, seen, 1))
 
-    def worth(self, layer: int, own: Tensor) -> Tensor:
-        """A number for each KV head, of what tokens are alone: own [N, channels] (`at_rest`) -> float32 [H, N]."""
-        x = ((own.float() - self.mean[layer]) / self.std[layer]).clamp(-WIDEST, WIDEST)
-        return (gelu(x @ self.look[layer] + self.look_bias[layer]) @ self.tell[layer]).T
+    def worth(self, layer: int | slice, own: Tensor) -> Tensor:
+        """A number for each KV head, of what tokens are alone: own [N, channels] (`at_rest`) -> float32 [H, N]. A slice of layers: all
+        with that dimension before them, here and below."""
+        x = ((own.float() - self.mean[layer].unsqueeze(-2)) / self.std[layer].unsqueeze(-2)).clamp(-WIDEST, WIDEST)
+        return (gelu(x @ self.look[layer] + self.look_bias[layer].unsqueeze(-2)) @ self.tell[layer]).mT
 
-    def forward(self, layer: int, known: Tensor, worth: Tensor, keys: Tensor, asks: Tensor) -> Tensor:
+    def forward(self, layer: int | slice, known: Tensor, worth: Tensor, keys: Tensor, asks: Tensor) -> Tensor:
         """known [H, n, F] (`features`), worth [H, n], keys [n, H, D] of the tokens, asks [A, H, D] of the current query, A above 0 ->
         float32 [H, n]."""
         seen = [known, worth.float()[..., None]]
         if self.config.rank:
             shape = (self.config.head_dim,)
-            k, a = (layer_norm(x.float(), shape).transpose(0, 1) for x in (keys, asks))
+            k, a = (layer_norm(x.float(), shape).transpose(-3, -2) for x in (keys, asks))
             token = k @ self.token[layer]
-            weights = torch.softmax(token @ (a @ self.ask[layer]).transpose(1, 2) * self.config.rank**-0.5, -1)
+            weights = torch.softmax(token @ (a @ self.ask[layer]).mT * self.config.rank**-0.5, -1)
             context = weights @ (a @ self.value[layer])
             seen += [context, token * context]
         x = torch.cat(seen, -1)

@@ -114,3 +114,10 @@ def test_what_was_fetched_is_dense_and_speaks(model_path: Callable[[str], Path])
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
     answer = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
+
+
+def test_a_device_that_is_not_here_is_refused_by_name() -> None:
+    models.check_device("cpu")
+    for device in ("cuda:99", "tpu", ""):
+        with pytest.raises(ValueError, match=f"no device '{device}' here; accepted: cpu"):
+            models.check_device(device)

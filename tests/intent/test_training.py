@@ -49,7 +49,7 @@ def test_turns_end_where_another_begins() -> None:
 def test_labels_are_the_largest_attention_of_later_asking_tokens() -> None:
     model, (ids, spans) = tiny("llama"), conversation(3)
     found = lessons(model, ids, spans, tokens=1000)
-    assert [x.layer for x in found] == [0, 1, 2]
+    assert [(x.cut, len(x.own)) for x in found] == [(132, 3)]
     with torch.no_grad():
         model.set_attn_implementation("eager")
         weights = model(torch.tensor([ids]), output_attentions=True, past_key_values=DynamicCache(config=model.config)).attentions
@@ -57,12 +57,13 @@ def test_labels_are_the_largest_attention_of_later_asking_tokens() -> None:
     # after turn 2: tokens of turn 1 but the sink page's, which alone are neither instructions nor of the newest turn
     asking = [p for s in spans for p in range(s.start, s.end) if s.role is not Role.OBS and s.role is not Role.INST and p >= 132]
     again = told_again(model, ids)
-    for lesson in found:
-        want = weights[lesson.layer][0, :, asking].unflatten(0, (2, -1)).amax((1, 2))[:, 32:76]
-        assert lesson.later.shape == want.shape
-        assert (lesson.later - want).abs().max() < 1e-4
-        halves = [x / x.sum(-1, keepdim=True) for x in (lesson.later, again[lesson.layer][:, 32:76])]
-        assert (lesson.label - sum(halves)).abs().max() < 1e-4
+    for layer in range(3):
+        later, label = found[0].later[layer], found[0].label[layer]
+        want = weights[layer][0, :, asking].unflatten(0, (2, -1)).amax((1, 2))[:, 32:76]
+        assert later.shape == want.shape
+        assert (later - want).abs().max() < 1e-4
+        halves = [x / x.sum(-1, keepdim=True) for x in (later, again[layer][:, 32:76])]
+        assert (label - sum(halves)).abs().max() < 1e-4
 
 
 def test_what_is_told_again_is_what_its_queries_attend() -> None:
@@ -253,10 +254,36 @@ def test_a_token_is_told_as_it_was_when_the_head_learned(tmp_path: Path) -> None
     worth = session._sequence.worth
     for lesson in lessons(session.model, ids[:412], tuple(s for s in spans if s.end <= 412), tokens=10**6):
         places = [p for s in spans if s.role is not Role.INST and s.turn < lesson_turn(spans, lesson.cut) for p in range(s.start, s.end)]
-        want = head.worth(lesson.layer, lesson.own)
-        assert (worth[lesson.layer][:, [p for p in places if p >= 32]] - want).abs().max() < 0.02
+        want = head.worth(slice(None), lesson.own)
+        assert (worth[:, :, [p for p in places if p >= 32]] - want).abs().max() < 0.02
 
 
 def lesson_turn(spans: tuple[Span, ...], cut: int) -> int:
     """The newest turn before a cut."""
     return max(s.turn for s in spans if s.end <= cut)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_all_layers_at_once_are_each_layer_by_itself(rank: int) -> None:
+    torch.manual_seed(0)
+    head = ResidualHead(HeadConfig(3, 4, 2, 64, rank=rank))
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    (lesson,) = lessons(tiny("llama"), *conversation(3))
+    every = slice(None)
+    found = head(every, lesson.known.float(), head.worth(every, lesson.own), lesson.keys, lesson.asks)
+    for i in range(3):
+        want = head(i, lesson.known[i].float(), head.worth(i, lesson.own[i]), lesson.keys[i], lesson.asks[i])
+        assert (found[i] - want).abs().max() < 1e-5
+
+
+@pytest.mark.gpu
+def test_a_gpu_teaches_as_a_cpu_does(tmp_path: Path) -> None:
+    conversations = [Sample(str(i), *conversation(4, i)) for i in range(4)]
+    reports = []
+    for device in ("cpu", "cuda"):
+        model = tiny("llama").to(device)
+        reports.append(train_on(model, "tiny", conversations, tmp_path / f"{device}.safetensors", epochs=2))
+    kept = [report["mass_kept"]["rule"]["0.25"] for report in reports]
+    assert abs(kept[0] - kept[1]) < 1e-3
+    assert load_head(str(tmp_path / "cuda.safetensors")).mean.device.type == "cpu"
