@@ -270,17 +270,25 @@ def train_intent(
 ) -> None:
     """Learn what policy intentkv's rule misses: the attention that later turns really pay. The model stays as it is."""
     from kvstrata.eval.traces import load_traces
-    from kvstrata.intent.run import train_on
+    from kvstrata.intent.run import check_turns, train_on
 
     with usage_errors():
         judging = {t.id for source in judge or () for t in load_traces(source, None if limit is None else skip + limit).traces[skip:]}
     loaded, conversations, failed = _model_and_conversations(model, device, [*traces, *(judge or ())], out_path, limit, skip, asked=True)
-    judges = sum(c.id in judging for c in conversations)
+    enough = []
+    for c in conversations:
+        try:
+            check_turns(c)
+            enough.append(c)
+        except ValueError as error:
+            complain(error)
+            failed.append(str(error))
+    judges = sum(c.id in judging for c in enough)
     with usage_errors(), progress_bar() as progress:
         report = train_on(
             loaded,
             Path(model).name,
-            conversations,
+            enough,
             out_path,
             judges=judges,
             rank=rank,

@@ -254,8 +254,9 @@ def test_calibrate_writes_a_profile_that_a_policy_takes(invoke: Any, tmp_path: P
 
 
 def test_train_intent_judges_by_the_traces_that_are_named_and_by_no_others(invoke: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    talk = [{"role": role, "content": "Tell me something of the sea. " * 8} for role in ("user", "assistant")] * 3
     for name in ("a", "b"):
-        lines = [json.dumps({"id": f"{name}{i}", "messages": MESSAGES, "tools": [TOOL]}) for i in range(5)]
+        lines = [json.dumps({"id": f"{name}{i}", "messages": talk, "tools": [TOOL]}) for i in range(5)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     seen: dict[str, Any] = {}
 
@@ -270,3 +271,10 @@ def test_train_intent_judges_by_the_traces_that_are_named_and_by_no_others(invok
         assert result.exit_code == 0, result.output
         assert seen["ids"] == wanted
         assert seen["judges"] == len(wanted) // 2
+    # one that nothing can be learned from is named before any work is done, and the others go on
+    short = json.dumps({"id": "short", "messages": talk[:4], "tools": [TOOL]})
+    (tmp_path / "a.jsonl").write_text("\n".join([short, *(tmp_path / "a.jsonl").read_text().splitlines()]))
+    result = invoke("train-intent", "--model", "tiny", "--traces", tmp_path / "a.jsonl", "--out", tmp_path / "h.safetensors")
+    assert result.exit_code == 1
+    assert "short: a conversation of" in result.stderr and "fewer than three user turns" in result.stderr
+    assert seen["ids"] == ["a0", "a1", "a2", "a3", "a4"]

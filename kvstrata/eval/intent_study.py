@@ -80,7 +80,10 @@ def make_rows(residual: str | None = None) -> list[Row]:
     if residual is not None:
         rows += [Row("ablation", f"{name_of(OURS, b)}, residual", kept(OURS, b, residual=residual)) for b in BUDGETS]
         rows += [
-            Row("ablation", f"{main}, residual, newest turn too", kept(OURS, MAIN, residual=residual, turns=0)),
+            *(
+                Row("ablation", f"{name_of(OURS, b)}, residual, newest turn too", kept(OURS, b, residual=residual, turns=0))
+                for b in BUDGETS
+            ),
             Row("ablation", f"{main}, residual, no memory", kept(OURS, MAIN, residual=residual, memory=False)),
             # about the bytes of a quarter of the tokens at BF16
             Row("tier", f"{name_of(OURS, 0.88)}, INT4, residual", kept(OURS, 0.88, Tier.INT4, residual=residual)),
@@ -88,8 +91,8 @@ def make_rows(residual: str | None = None) -> list[Row]:
         ]
     for tier in (Tier.INT8, Tier.INT4, Tier.INT3):
         rows.append(Row("tier", f"{main}, {tier.name}", kept(OURS, MAIN, tier)))
-    # as many tokens as have about the bytes of an eighth of them at BF16
-    for tier, share in ((Tier.INT4, 0.44), (Tier.INT3, 0.58)):
+    # as many tokens as have about the bytes of a quarter of them at BF16, and of an eighth
+    for tier, share in ((Tier.INT4, 0.88), (Tier.INT4, 0.44), (Tier.INT3, 0.58)):
         rows.append(Row("tier", f"{name_of(OURS, share)}, {tier.name}", kept(OURS, share, tier)))
     rows += [
         Row("stored", "uniform INT4", Setting(tier=Tier.INT4)),

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import kvstrata
 from kvstrata.adapters.hf import store_config
 from kvstrata.calibrate.run import Sample
-from kvstrata.intent.lessons import Lesson, lessons
+from kvstrata.intent.lessons import Lesson, cuts_of, lessons
 from kvstrata.intent.train import split, train
 from kvstrata.ops.residual import HeadConfig
 from kvstrata.types import PAGE_SIZE
@@ -26,6 +26,8 @@ def train_on(
 ) -> dict[str, Any]:  # fmt: skip
     """Write OUT and OUT.json, whole or not at all; -> the report. judges: the last conversations, that many, judge and teach nothing; 0:
     every fourth. rank, width: as HeadConfig has them. Raises ValueError for too few conversations or turns."""
+    for c in conversations:
+        check_turns(c)
     split([c.id for c in conversations], judges)
     started, taught = time.perf_counter(), []
     for i, conversation in enumerate(conversations):
@@ -47,6 +49,13 @@ def train_on(
     new.replace(out)
     out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
+
+
+def check_turns(conversation: Sample) -> None:
+    """Raise ValueError for one that nothing can be learned from."""
+    if not cuts_of(conversation.spans):
+        n = len(conversation.token_ids)
+        raise ValueError(f"{conversation.id}: a conversation of {n} tokens has fewer than three user turns; nothing can be learned from it")
 
 
 def _taught(model: PreTrainedModel, conversation: Sample, seed: int) -> list[Lesson]:
