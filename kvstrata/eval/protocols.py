@@ -182,7 +182,7 @@ def run_session(session: SessionLike, task: Task, reference: Reference | None) -
         wanted = task.rows(start, end)
         logits = session.feed(ids[:end], conversation.spans_until(end), logits_to_keep=-min(wanted, default=-1))
         if wanted:
-            comparison.add(logits[wanted])
+            comparison.add(logits[wanted].cpu())
         turns.append(TurnBytes(end, session.report.bytes_stored, session.report.bytes_bf16))
         if end <= task.context or not stored:
             stored = {
