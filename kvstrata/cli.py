@@ -265,6 +265,9 @@ def train_intent(
     rank: Annotated[int, typer.Option(help="Of the look at the current query's K-vectors; 0: none.", min=0)] = 0,
     epochs: Annotated[int, typer.Option(min=1)] = 12,
     width: Annotated[int, typer.Option(help="Of what looks at a token when it is stored.", min=1)] = 32,
+    received: Annotated[
+        bool, typer.Option(help="Look at the attention that tokens received so far; sessions then have to count it.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Draws tokens, weights and order.")] = 0,
     device: Device = "cpu",
 ) -> None:
@@ -293,6 +296,7 @@ def train_intent(
             judges=judges,
             rank=rank,
             width=width,
+            received=received,
             epochs=epochs,
             seed=seed,
             progress=progress,

@@ -21,7 +21,7 @@ from kvstrata.adapters.hf import cache_keyword
 from kvstrata.adapters.hf_cache import inv_freq
 from kvstrata.ops.residual import at_rest, features, log_score
 from kvstrata.ops.rotary import moved
-from kvstrata.ops.score import linear_score, query_scores
+from kvstrata.ops.score import column_scores, linear_score, query_scores
 from kvstrata.policy.tags import ROLES, tags_by_token
 from kvstrata.policy.thinned import ASKS
 from kvstrata.store.memory import QueryMemory, newest_ask, places
@@ -86,9 +86,10 @@ def lessons(
     def see(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         q, k, v = (x.transpose(0, 1).float() for x in (q, k, v))
         peaks = _by_segment(q, k, scale, cuts, _asking(spans, n))
+        paid = _received(q, k, scale, cuts)
         for i, cut in enumerate(cuts):
             generator = torch.Generator().manual_seed(seed + 1000 * i + layer)
-            half.append(_lesson(layer, q, k, v, scale, spans, cut, peaks[i:].amax(0), rotations, tokens, decay, generator))
+            half.append(_lesson(layer, q, k, v, scale, spans, cut, peaks[i:].amax(0), paid[i], rotations, tokens, decay, generator))
 
     cache, ids = DynamicCache(config=model.config), torch.tensor([list(token_ids)], device=model.device)
     with captured(model, see):
@@ -150,8 +151,19 @@ def _peaks(q: Tensor, k: Tensor, scale: float, rows: Tensor | slice, before: int
     return peaks
 
 
+def _received(q: Tensor, k: Tensor, scale: float, cuts: list[int]) -> list[Tensor]:
+    """What each key before a cut has received of the attention of all queries before it, summed: float32 [H, cut] a cut."""
+    total, out, block = torch.zeros(k.shape[1], cuts[-1], device=k.device), [], BLOCK if k.device.type == "cpu" else BLOCK_GPU
+    for first, last in itertools.pairwise([0, *cuts]):
+        for start in range(first, last, block):
+            end = min(start + block, last)
+            total[:, :end] += column_scores(q[start:end], k[:end], scale)
+        out.append(total[:, :last].clone())
+    return out
+
+
 def _lesson(
-    layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Sequence[Span], cut: int, paid: Tensor,
+    layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Sequence[Span], cut: int, paid: Tensor, received: Tensor,
     rotations: Tensor | None, tokens: int, decay: float, generator: torch.Generator,
 ) -> tuple[int, Lesson, Tensor]:  # fmt: skip
     """The layer, its part of a lesson without the dimension of layers, and which tokens it is of."""
@@ -166,7 +178,7 @@ def _lesson(
     rule = query_scores(queries, weights, keys, scale, there)
     tags = tags_by_token(told, cut)
     age, role = (torch.from_numpy(x.astype(np.int64)).to(k.device) for x in (tags.age, tags.role))
-    known = features(rule, linear_score(queries, weights, keys, scale), keys, age, role)
+    known = features(rule, linear_score(queries, weights, keys, scale), keys, age, role, received)
     # instructions, sinks and the newest turn are not up for eviction
     movable = (tags.role != ROLES.index(Role.INST)) & (tags.age != 0)
     movable[:PAGE_SIZE] = False

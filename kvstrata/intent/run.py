@@ -22,10 +22,10 @@ Progress = Callable[[str, int, int], None]
 
 def train_on(
     model: PreTrainedModel, name: str, conversations: Sequence[Sample], out: Path, *, judges: int = 0, rank: int = 0, width: int = 32,
-    epochs: int = 12, seed: int = 0, progress: Progress = lambda what, done, total: None,
+    received: bool = True, epochs: int = 12, seed: int = 0, progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write OUT and OUT.json, whole or not at all; -> the report. judges: the last conversations, that many, judge and teach nothing; 0:
-    every fourth. rank, width: as HeadConfig has them. Raises ValueError for too few conversations or turns."""
+    every fourth. rank, width, received: as HeadConfig has them. Raises ValueError for too few conversations or turns."""
     for c in conversations:
         check_turns(c)
     split([c.id for c in conversations], judges)
@@ -36,7 +36,7 @@ def train_on(
     looked = time.perf_counter() - started
     geometry = store_config(model, PAGE_SIZE)
     heads = int(model.config.get_text_config().num_attention_heads)
-    config = HeadConfig(geometry.num_layers, heads, geometry.num_kv_heads, geometry.head_dim, width=width, rank=rank)
+    config = HeadConfig(geometry.num_layers, heads, geometry.num_kv_heads, geometry.head_dim, width=width, rank=rank, received=received)
     trained = train(
         config, [c.id for c in conversations], taught, judges=judges, epochs=epochs, seed=seed, device=model.device, progress=progress
     )

@@ -21,8 +21,8 @@ from torch.nn.functional import gelu, layer_norm, one_hot
 from kvstrata.ops.rotary import moved
 
 AGES, ROLES = 4, 7
-NUM_FEATURES = 5 + AGES + ROLES
-"""Of `features`."""
+NUM_FEATURES, NUM_RECEIVED = 5 + AGES + ROLES, 2
+"""Of `features`, and how many more there are where it is known what attention tokens received."""
 LEAST = 1e-9
 """Attention below this is none."""
 WIDEST = 6.0
@@ -32,7 +32,8 @@ WIDEST = 6.0
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
     """num_layers, num_heads, num_kv_heads, head_dim: of the model that the head is for. width: of the perceptron that looks at a token when
-    it is stored; hidden: of the one that looks at its features; rank: of projected K-vectors, 0 for no look at the current query."""
+    it is stored; hidden: of the one that looks at its features; rank: of projected K-vectors, 0 for no look at the current query;
+    received: whether the attention that a token received so far is among its features."""
 
     num_layers: int
     num_heads: int
@@ -41,12 +42,22 @@ class HeadConfig:
     width: int = 32
     hidden: int = 16
     rank: int = 0
+    received: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.received, bool):
+            raise ValueError(f"received of a residual head is {self.received!r}; accepted: True, False")
         for name, value in asdict(self).items():
+            if name == "received":
+                continue
             least = int(name != "rank")
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} of a residual head is {value!r}; it must be at least {least}")
+
+    @property
+    def num_features(self) -> int:
+        """How many of `features` the head looks at."""
+        return NUM_FEATURES + NUM_RECEIVED * self.received
 
     @property
     def channels(self) -> int:
@@ -64,9 +75,10 @@ def at_rest(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, inv_freq: Tensor
     return torch.cat([x.flatten(1).float() for x in (q, k, v)], -1)
 
 
-def features(rule: Tensor, linear: Tensor, keys: Tensor, age: Tensor, role: Tensor) -> Tensor:
+def features(rule: Tensor, linear: Tensor, keys: Tensor, age: Tensor, role: Tensor, received: Tensor | None = None) -> Tensor:
     """What the head knows of each token besides: rule, linear float32 [H, n], the rule's score and the mean remembered query times the key;
-    keys [n, H, D]; age, role int64 [n], codes as policy/tags.py has them. -> float32 [H, n, F]."""
+    keys [n, H, D]; age, role int64 [n], codes as policy/tags.py has them; received float32 [H, n], the attention that queries so far have
+    paid, summed, 0 where it is not known, last among the features. -> float32 [H, n, F]."""
     n = rule.shape[-1]
     place = torch.arange(n, device=rule.device, dtype=torch.float32)
     distance = torch.log2(n - place) / 8
@@ -76,7 +88,15 @@ def features(rule: Tensor, linear: Tensor, keys: Tensor, age: Tensor, role: Tens
         distance.expand_as(rule),
     ]  # fmt: skip
     tags = torch.cat([one_hot(age.clamp(0, AGES - 1), AGES), one_hot(role.clamp(0, ROLES - 1), ROLES)], -1).float()
-    return torch.cat([torch.stack(columns, -1), tags.expand(len(rule), -1, -1)], -1)
+    known = torch.cat([torch.stack(columns, -1), tags.expand(len(rule), -1, -1)], -1)
+    return known if received is None else torch.cat([known, _received(received, n - place)], -1)
+
+
+def _received(received: Tensor, since: Tensor) -> Tensor:
+    """float32 [H, n, NUM_RECEIVED] of attention received in `since` steps: how much a step, and its rank; the mean where not known."""
+    paid = torch.log10(torch.where(received > 0, received / since, torch.nan))
+    paid = torch.where(paid.isnan(), paid.nanmean(-1, keepdim=True).nan_to_num(-4.0), paid)
+    return torch.stack([(paid + 4) / 2, paid.argsort(-1).argsort(-1) / max(len(since), 1)], -1)
 
 
 LOG10 = 2.302585092994046
@@ -102,7 +122,7 @@ class ResidualHead(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = c = config
-        seen = NUM_FEATURES + 1 + 2 * c.rank
+        seen = c.num_features + 1 + 2 * c.rank
 
         def drawn(*shape: int, fan_in: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(shape) * fan_in**-0.5)
@@ -127,9 +147,9 @@ class ResidualHead(nn.Module):
         return (gelu(x @ self.look[layer] + self.look_bias[layer].unsqueeze(-2)) @ self.tell[layer]).mT
 
     def forward(self, layer: int | slice, known: Tensor, worth: Tensor, keys: Tensor, asks: Tensor) -> Tensor:
-        """known [H, n, F] (`features`), worth [H, n], keys [n, H, D] of the tokens, asks [A, H, D] of the current query, A above 0 ->
-        float32 [H, n]."""
-        seen = [known, worth.float()[..., None]]
+        """known [H, n, F] (`features`; what the head does not look at is left out), worth [H, n], keys [n, H, D] of the tokens,
+        asks [A, H, D] of the current query, A above 0 -> float32 [H, n]."""
+        seen = [known[..., : self.config.num_features], worth.float()[..., None]]
         if self.config.rank:
             shape = (self.config.head_dim,)
             k, a = (layer_norm(x.float(), shape).transpose(-3, -2) for x in (keys, asks))

@@ -46,7 +46,9 @@ class Watch:
         self._received: dict[int, Tensor] = {}
         self._worth: dict[int, Tensor] = {}
         self._head = None if thinning.residual is None else check_head(store, thinning.residual)
-        self._contents = Contents(store, s, self._after) if thinning.score == "received" else None
+        # for a head a generated token alone is not worth reading everything that is stored
+        counts = self._head is not None and self._head.config.received and rows.stop - rows.start > 1
+        self._contents = Contents(store, s, self._after) if counts or thinning.score == "received" else None
 
     def write(self, layer: int, arena: Tensor, k: Tensor, v: Tensor, q: Tensor, scale: float) -> None:
         """k, v [N, H, D] and q [N, Hq, D] of the step's chunk."""
@@ -147,7 +149,11 @@ def _by_intent(store: "Store", s: Sequence, thinning: Thinning, layer: int, keys
     told = torch.frombuffer(bytearray(thinning.tags), dtype=torch.uint8)[:n].long() if thinning.tags else codes[:0]
     codes[: len(told)] = told
     codes = codes.to(keys.device)
-    known = features(rule, linear_score(q, weights, keys, s.scale), keys, codes % len(Age), codes // len(Age))
+    received = None
+    if head.config.received:
+        told = rule.new_zeros(len(rule), 0) if s.received is None else s.received[layer].to(keys.device)
+        received = pad(told, (0, n - told.shape[-1]))
+    known = features(rule, linear_score(q, weights, keys, s.scale), keys, codes % len(Age), codes // len(Age), received)
     # numbers of 0 and more, as the rule's are, in the order of log rule + correction; the best has 1, for the largest would overflow
     asks = keys[torch.tensor(asked, device=keys.device)]
     final = log_score(rule) + head.to(keys.device)(layer, known, _worth(s, head, layer, rule), keys, asks)

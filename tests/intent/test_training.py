@@ -258,6 +258,30 @@ def test_a_token_is_told_as_it_was_when_the_head_learned(tmp_path: Path) -> None
         assert (worth[:, :, [p for p in places if p >= 32]] - want).abs().max() < 0.02
 
 
+def test_what_a_token_received_is_counted_as_it_was_when_the_head_learned(tmp_path: Path) -> None:
+    model, (ids, spans) = tiny("llama"), conversation(4)
+    (found,) = [x for x in lessons(model, ids, spans, tokens=10**6) if x.cut == 188]
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        weights = model(torch.tensor([ids[:188]]), output_attentions=True, past_key_values=DynamicCache(config=model.config)).attentions
+        model.set_attn_implementation("sdpa")
+    want = torch.stack([w[0].unflatten(0, (2, -1)).sum((1, 2)) for w in weights])
+    paid = (torch.log10(want / torch.arange(188, 0, -1)) + 4) / 2
+    # of turns 1 and 2, the sink page aside, as the lesson is
+    assert (found.known[..., -2] - paid[..., 32:132]).abs().max() < 0.01
+    head = ResidualHead(HeadConfig(3, 4, 2, 64, received=True))
+    head.save(tmp_path / "head.safetensors")
+    settings = {"kept": 400, "residual": str(tmp_path / "head.safetensors")}
+    with Session(model, None, "intentkv", policy_settings=settings, capacity_tokens=900, dense_dtype="float32") as session:
+        for cut in (76, 77, 188):
+            session.feed(ids[:cut], tuple(s for s in spans if s.end <= cut) or spans[:1], logits_to_keep=1)
+        received = session._sequence.received
+        # the token that came alone paid nothing
+        alone = torch.stack([w[0, :, 76].unflatten(0, (2, -1)).sum(1) for w in weights])
+        assert received is not None
+        assert (received - (want - alone)).abs().max() < 1e-3
+
+
 def lesson_turn(spans: tuple[Span, ...], cut: int) -> int:
     """The newest turn before a cut."""
     return max(s.turn for s in spans if s.end <= cut)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvstrata.ops.residual import HEADS, NUM_FEATURES, HeadConfig, ResidualHead, at_rest, features, load_head, shipped
+from kvstrata.ops.residual import HEADS, NUM_FEATURES, NUM_RECEIVED, HeadConfig, ResidualHead, at_rest, features, load_head, shipped
 from kvstrata.ops.rotary import moved
 
 CONFIG = HeadConfig(2, 6, 2, 64, rank=8)
@@ -34,6 +34,29 @@ def test_features_are_finite_and_as_many_as_said(n: int) -> None:
     assert known.shape == (2, n, NUM_FEATURES)
     assert known.isfinite().all()
     assert known.abs().max() < 20
+
+
+@pytest.mark.parametrize("n", [1, 2, 50])
+def test_what_a_token_received_is_seen_by_the_step_and_as_the_mean_where_unknown(n: int) -> None:
+    rule, keys, age = torch.rand(2, n), torch.randn(n, 2, 64), torch.zeros(n, dtype=torch.int64)
+    received = torch.rand(2, n) * torch.arange(n, 0, -1)
+    received[0, 0] = 0
+    known = features(rule, rule, keys, age, age, received)
+    assert known.shape == (2, n, NUM_FEATURES + NUM_RECEIVED)
+    assert known.isfinite().all()
+    assert torch.equal(known[..., :NUM_FEATURES], features(rule, rule, keys, age, age))
+    paid = torch.log10(received / torch.arange(n, 0, -1))
+    assert (known[1, :, -2] * 2 - 4 - paid[1]).abs().max() < 1e-5
+    if n > 1:
+        assert abs(known[0, 0, -2] * 2 - 4 - paid[0, 1:].mean()) < 1e-5
+    for looks in (False, True):
+        head = ResidualHead(HeadConfig(1, 6, 2, 64, received=looks))
+        torch.nn.init.ones_(head.straight)
+        worth, asks = torch.zeros(2, n), keys[:1]
+        out, blind = (
+            head(0, x, worth, keys, asks) for x in (known, torch.cat([known[..., :NUM_FEATURES], known[..., NUM_FEATURES:] + 1], -1))
+        )
+        assert torch.equal(out, blind) is not looks
 
 
 def test_a_token_is_seen_as_if_it_stood_nowhere() -> None:
