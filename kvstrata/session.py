@@ -301,9 +301,9 @@ class Session:
         last = len(token_ids) - 1
         if self._cache.sequence_ids:
             stored = self._sequence.token_ids
-            common = _common(stored, token_ids)
-            if min(common, last) < len(stored):
-                self._cache.crop(min(common, last) - len(stored))
+            common = min(_common(stored, token_ids), last, self._sequence.found(spans))
+            if common < len(stored):
+                self._cache.crop(common - len(stored))
         else:
             self._spans, self._known = spans, len(token_ids)
             plan = self._plan(token_ids)

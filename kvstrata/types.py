@@ -153,6 +153,8 @@ class Thinning:
 
     spared: pages that are left as they are. score: one of SELECTORS. per_head: False chooses one set for all layers and heads. repack:
     False leaves survivors where they are, others masked, which frees pages of none alone; for one set only, as a page has one mask.
+    renumber: as engines have it that compact a cache: what lies behind the first token that went has another number now, so the next
+    request does not find it where its tokens say, and computes it again.
     For score intent: asks, what is remembered; decay, by how much less a turn later; rope, whether a remembered query counts as if it were
     asked now (moved) or where it stood (asked); pool, whether a key counts for the most that a query pays it (max) or for the sum (sum);
     residual, file of a trained head whose score is added (ops/residual.py), None = none; tags, for the head, age and role of each token as
@@ -173,6 +175,7 @@ class Thinning:
     pool: str = "max"
     residual: str | None = None
     tags: bytes = b""
+    renumber: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "pages", "slack"):

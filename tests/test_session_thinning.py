@@ -126,6 +126,28 @@ def test_an_error_leaves_what_lives_of_the_turns_before(model: PreTrainedModel, 
         assert session.report.reused_tokens == 1500
 
 
+@pytest.mark.parametrize(("policy", "found"), [("intentkv", 64), ("snapkv", 32)])
+def test_what_is_renumbered_is_not_found_by_the_next_request(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str, found: int
+) -> None:
+    ids, spans = long_turn(1500)
+    reply, asked = Span(1500, 1600, Role.ASSISTANT, 1), Span(1600, 1700, Role.USER, 2)
+    ids, out = [*ids, *range(100, 300)], []
+    for renumber in (False, True):
+        settings = {"kept": 400, "renumber": renumber, "tier": "BF16"}
+        with Session(model, tokenizer, policy, policy_settings=settings, capacity_tokens=4000) as session:
+            session.feed(ids[:1500], spans, logits_to_keep=1)
+            # a reply belongs to the request that it answers
+            session.feed(ids[:1600], (*spans, reply), logits_to_keep=1)
+            assert session.report.reused_tokens == 1500
+            out.append(session.feed(ids, (*spans, reply, asked), logits_to_keep=1))
+            session.store.check_integrity()
+            # the instructions' two pages are spared by one, the sink page alone by the other
+            assert session.report.reused_tokens == (found if renumber else 1600)
+            assert session.report.thinned > 1000
+    assert all(x.isfinite().all() for x in out)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -133,7 +155,7 @@ def test_an_error_leaves_what_lives_of_the_turns_before(model: PreTrainedModel, 
         ({"spare": "inst"}, "spare"), ({"spare": ("judge",)}, "judge"), ({"turns": -1}, "turns"), ({"slack": 0.5}, "slack"),
         ({"per_head": 1}, "per_head"), ({"tier": "EVICTED"}, "EVICTED"), ({"decay": -1}, "decay"), ({"memory": "yes"}, "memory"),
         ({"rope": "left"}, "rope"), ({"pool": "mean"}, "pool"), ({"kept": "half"}, "half"),
-        ({"repack": False}, "repack"),
+        ({"repack": False}, "repack"), ({"renumber": 1}, "renumber"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused_by_name(

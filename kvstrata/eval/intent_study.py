@@ -34,7 +34,7 @@ from kvstrata.session import Session
 from kvstrata.turn import TurnReport
 from kvstrata.types import Tier
 
-GROUPS = ("budget", "ablation", "tier", "stored", "control")
+GROUPS = ("budget", "ablation", "tier", "stored", "prefix", "control")
 BUDGETS = (0.5, 0.25, 0.125)
 """Shares of the tokens that are kept."""
 BASELINES = ("streaming", "snapkv", "h2o", "recent", "random")
@@ -98,6 +98,7 @@ def make_rows(residual: str | None = None) -> list[Row]:
         Row("stored", "uniform INT4", Setting(tier=Tier.INT4)),
         Row("stored", "uniform INT2", Setting(tier=Tier.INT2)),
         Row("stored", "hyquant INT2 + 5%", Setting("hyquant", Tier.INT2, options=(("rho", 0.05),))),
+        *(Row("prefix", f"{name_of(p, MAIN)}, renumbered", kept(p, MAIN, renumber=True)) for p in (OURS, "snapkv")),
         Row("control", CONTROL, exact, evidence=False),
     ]
     return rows

@@ -28,7 +28,8 @@ class Thinned:
     """kept: tokens that stay, a number of them or a share (0 to 1] of the conversation, all that is never evicted included; without meaning
     under a budget. tier: of settled pages and survivors, the sinks aside. spare: roles whose pages are never evicted. turns: of the newest
     user turns whose pages are not either, as far as they take no more than half of what may be kept. per_head: each layer and KV head keeps
-    tokens of its own choice. repack: False masks tokens where they are, with per_head False alone. slack: tokens beyond what is kept that
+    tokens of its own choice. repack: False masks tokens where they are, with per_head False alone. renumber: as Thinning has it, for
+    comparison: prefixes are lost. slack: tokens beyond what is kept that
     may gather before the next choice. sinks, tiers: as for `uniform`.
     """
 
@@ -41,6 +42,7 @@ class Thinned:
     turns: int = 0
     per_head: bool = True
     repack: bool = True
+    renumber: bool = False
     slack: int = 64
     sinks: int = 1
     tiers: tuple[Tier, ...] = QUANTIZED
@@ -59,7 +61,7 @@ class Thinned:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} is {value!r}; accepted: 0 or more")
-        for name in ("per_head", "repack"):
+        for name in ("per_head", "repack", "renumber"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: True, False")
         Thinning(0, 0, per_head=self.per_head, repack=self.repack)
@@ -106,7 +108,7 @@ class Thinned:
         return [body.start + int(i) for i in np.flatnonzero(never)], [body.start + int(i) for i in np.flatnonzero(newest)]
 
     def _thinning(self, count: int, pages: int, spared: frozenset[int], spans: Sequence[Span]) -> Thinning:
-        return Thinning(count, pages, self.tier, spared, self.SCORE, self.per_head, self.repack, self.slack)
+        return Thinning(count, pages, self.tier, spared, self.SCORE, self.per_head, self.repack, self.slack, renumber=self.renumber)
 
 
 @dataclass(frozen=True, slots=True)

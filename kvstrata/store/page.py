@@ -1,5 +1,6 @@
 """Pages and sequences: which frames hold which tokens. Knows nothing of bytes or of what tensors hold."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,10 +10,12 @@ from torch import Tensor
 from kvstrata.store.gathered import EMPTY, Gathered
 from kvstrata.store.memory import QueryMemory
 from kvstrata.store.queries import NONE
-from kvstrata.types import PAGE_SIZE, Plan, Tier
+from kvstrata.types import PAGE_SIZE, Plan, Role, Span, Tier
 
 FULL = (1 << PAGE_SIZE) - 1
 """A live mask with all tokens alive."""
+REPLY = (Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL)
+"""Roles of what a model writes itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,16 @@ class Sequence:
         """Tokens that live, in the layer and KV head that holds most."""
         survivors = sum(((page.positions != EMPTY).sum(-1) for page in self.survivors), np.zeros((1, 1), np.int64))
         return sum(page.live_tokens for page in self.pages) + int(survivors.max())
+
+    def found(self, spans: Iterable[Span]) -> int:
+        """How many of its first tokens a request that goes on with `spans` finds again: all, unless the plan renumbers what it thinned. A
+        reply belongs to the request before it."""
+        thinning = self.plan.thinning
+        if thinning is not None and thinning.renumber and any(s.role not in REPLY for s in spans if s.end > self.num_tokens):
+            for p, page in enumerate(self.pages):
+                if gone := FULL & ~page.live:
+                    return min(p * PAGE_SIZE + (gone & -gone).bit_length() - 1, self.num_tokens)
+        return self.num_tokens
 
     @property
     def held(self) -> list[tuple[int, ...]]:
