@@ -34,7 +34,7 @@ from kvstrata.session import Session
 from kvstrata.turn import TurnReport
 from kvstrata.types import Tier
 
-GROUPS = ("budget", "ablation", "tier", "stored", "prefix", "control")
+GROUPS = ("budget", "ablation", "tier", "stored", "prefix", "bits", "control")
 BUDGETS = (0.5, 0.25, 0.125)
 """Shares of the tokens that are kept."""
 BASELINES = ("streaming", "snapkv", "h2o", "recent", "random")
@@ -85,6 +85,16 @@ def make_rows(residual: str | None = None) -> list[Row]:
                 for b in BUDGETS
             ),
             Row("ablation", f"{main}, residual, no memory", kept(OURS, MAIN, residual=residual, memory=False)),
+            # few planes of many tokens, or more of fewer
+            *(
+                Row(
+                    "bits",
+                    f"{OURS} {t.name} at {bits} bits, residual, newest turn too",
+                    Setting(OURS, budget_bits=bits, options=(("tier", t.name), ("residual", residual), ("turns", 0))),
+                )
+                for bits in (1.0, 2.0)
+                for t in (Tier.INT2, Tier.INT3, Tier.INT4)
+            ),
             # about the bytes of a quarter of the tokens at BF16
             Row("tier", f"{name_of(OURS, 0.88)}, INT4, residual", kept(OURS, 0.88, Tier.INT4, residual=residual)),
             Row("tier", f"{name_of(OURS, 0.44)}, INT4, residual", kept(OURS, 0.44, Tier.INT4, residual=residual)),
