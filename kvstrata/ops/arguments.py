@@ -4,6 +4,7 @@ Shapes, dtypes and devices only, so that no check waits for the device: frame id
 """
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -110,6 +111,16 @@ def check(q: Tensor, num_kv_heads: int, arena: Tensor, dense_dtype: torch.dtype)
     frame_bytes = frame.frame_bytes(frame.check_head_dim(d))
     if arena.shape[2] != frame_bytes or not arena.is_contiguous():
         raise ValueError(f"arena {tuple(arena.shape)} must be contiguous, with {frame_bytes} bytes a frame and KV head at head_dim {d}")
+
+
+def ascending(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """q and a scale above 0 whose logits are those of q and `scale`, for kernels that mask and compare scores before they scale them.
+    Raises ValueError for a scale that is no number."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; accepted: finite numbers")
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 
 
 def of_tiers(table: PageTable, nothing: Tensor, all_live: int) -> list[Tensor | int]:

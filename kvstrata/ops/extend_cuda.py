@@ -44,6 +44,7 @@ def extend_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena: T
     n, num_qo_heads, d = q.shape
     heads = k.shape[1]
     group = num_qo_heads // heads
+    q, scale = arguments.ascending(q, scale)
     # q's heads adjoin
     q, k, v = (cuda.readable(x) for x in (q if q.stride(1) == d else q.contiguous(), k.to(q.dtype), v.to(q.dtype)))
     out = torch.empty(n, num_qo_heads, d, dtype=q.dtype, device=q.device)

@@ -257,6 +257,7 @@ def extend_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], arena:
     h = k.shape[1]
     group = hq // h
     arguments.check(q, h, arena, dense_dtype)
+    q, scale = arguments.ascending(q, scale)
     if backend.interpreting() and torch.bfloat16 in (q.dtype, dense_dtype):
         raise ValueError(f"queries {q.dtype} and dense pages {dense_dtype} in Triton's interpreter, whose products take the bits of bfloat16 "
                          "for integers; accepted there: torch.float16")  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvstrata.ops import cuda
+from kvstrata.ops import arguments, cuda
 
 HEAD_DIM, TILE, WHOLE, TILE_BYTES = 128, 128, 64, 32768
 """Queries of a tile and keys of one of codes, keys of a whole tile, bytes of either."""
@@ -64,6 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, *, win
     """q bf16 [T, Hq, D], heads adjoining; k, v as they were packed -> out [T, Hq, D]."""
     t, hq, d = q.shape
     h = k.shape[1]
+    q, scale = arguments.ascending(q, scale)
     out = torch.empty(t, hq, d, dtype=q.dtype, device=q.device)
     query_tiles = packed.before.shape[1]
     nothing = torch.empty(0, device=q.device)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvstrata.ops import backend, decode_cuda, decode_kernel, dense, extend_kernel, frame, prefill_kernel, quant
+from kvstrata.ops import arguments, backend, decode_cuda, decode_kernel, dense, extend_kernel, frame, prefill_kernel, quant
 from kvstrata.ops.decode import decode
 from kvstrata.ops.extend import extend
 from kvstrata.ops.gather import gather_pages
@@ -219,3 +219,9 @@ def test_the_interpreter_refuses_bfloat16_products(monkeypatch):
         extend_kernel.extend_triton(q, k, k, [0, 1], arena(), PageTable((), 1), 1.0, dense_dtype=BFLOAT)
     with pytest.raises(ValueError, match="interpreter"):
         prefill_kernel.prefill_triton(q, k, k, ints(HEADS, 0), 1.0)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_scales_that_are_no_numbers(scale):
+    with pytest.raises(ValueError, match="accepted: finite numbers"):
+        arguments.ascending(numbers(1, 1, D), scale)

@@ -82,6 +82,22 @@ def test_extend_takes_this_kernel_where_it_runs_and_does_the_shape(monkeypatch):
         assert (out == "cuda") if taken else torch.equal(out, q)
 
 
+@pytest.mark.parametrize("scale", [0.2, 0.0, -0.2])
+def test_the_kernel_is_given_a_scale_above_zero(scale, monkeypatch):
+    """It masks and compares scores before it scales them."""
+    given = []
+    monkeypatch.setattr(extend_cuda.cuda, "kernel", lambda *_: lambda grid, threads, values: given.append(values))
+    monkeypatch.setattr(extend_cuda, "_multiprocessors", lambda device: 132)
+    q = torch.randn(3, 2, 64).half()
+    extend_cuda.extend_cuda(
+        q, q, q, [0, 3], torch.zeros(1, 2, frame.frame_bytes(64), dtype=torch.uint8), PageTable((), 1), scale, dense_dtype=HALF
+    )
+    (values,) = given
+    (passed,) = (x for x in values if isinstance(x, float))
+    assert passed > 0
+    torch.testing.assert_close(values[0] * passed, q * scale * math.log2(math.e))
+
+
 ALL = {T.INT8: [5, 0], T.BF16: [1, 3], T.INT4: [4, 1], T.INT3: [0, 2], T.INT2: [9, 6]}
 LIVE = {T.INT8: 1, T.BF16: 2, T.INT4: 2, T.INT2: 1}
 OWN_CASES = [
@@ -132,6 +148,17 @@ def test_views_and_unrotated_values_and_large_scores():
         assert relative_error(out, ref.double()) < 1e-2
         halves = torch.stack([q, q], -1)[..., 0]
         assert torch.equal(extend_cuda.extend_cuda(halves, k, v, cu, case.arena, case.table, 0.1, **run), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("scale", [0.0, -0.1])
+def test_scales_that_turn_the_order_of_scores_or_level_them(scale, splits, monkeypatch):
+    monkeypatch.setattr(extend_cuda, "_splits", lambda *_: splits)
+    cu, q, k, v = inputs([70, 30], 2, 4, 128, BFLOAT)
+    case = make_case({T.INT4: [6, 2], T.BF16: [1, 1]}, 2, 128, live={T.INT4: 1, T.BF16: 2})
+    out = extend_cuda.extend_cuda(q, k, v, cu, case.arena, case.table, scale, dense_dtype=BFLOAT)
+    assert relative_error(out, test_extend_kernel.expected(q, k, v, cu, case, scale)) < 6e-3
 
 
 @pytest.mark.gpu

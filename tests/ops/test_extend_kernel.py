@@ -55,3 +55,13 @@ def test_extend_kernel_matches_float64(counts, lengths, heads, group, head_dim, 
     out = extend_triton(q, k, v, cu, arena, table, scale, dense_dtype=dtype)
     assert relative_error(out, expected(q, k, v, cu, case, scale)) < 2e-3
     assert relative_error(out, extend_ref(q, k, v, cu, arena, table, scale, dense_dtype=dtype).double()) < 2e-3
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_scales_that_turn_the_order_of_scores_or_level_them(scale):
+    """A score of what is dead or to come is -inf: times 0 it would be no number, times less the largest."""
+    gen = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(8, n, 64, generator=gen).half().to(DEVICE) for n in (4, 2, 2))
+    case = make_case({T.INT4: [2, 1], T.BF16: [1, 1]}, 2, 64, live={T.INT4: 1, T.BF16: 2}, dtype=torch.float16)
+    out = extend_triton(q, k, v, [0, 5, 8], case.arena, case.table, scale, dense_dtype=torch.float16)
+    assert relative_error(out, expected(q, k, v, [0, 5, 8], case, scale)) < 2e-3

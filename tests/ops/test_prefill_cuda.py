@@ -1,5 +1,6 @@
 """The prefill kernel in CUDA C++: compiled without a GPU and looked at; with one, against float64 attention and the reference."""
 
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -60,6 +61,19 @@ def test_shapes_of_other_kernels_are_refused():
         prefill_cuda.prefill_cuda(q, q, q, lines, 1.0, window=0)
 
 
+@pytest.mark.parametrize("scale", [0.2, 0.0, -0.2])
+def test_the_kernel_is_given_a_scale_above_zero(scale, monkeypatch):
+    """It masks and compares scores before it scales them."""
+    given = []
+    monkeypatch.setattr(prefill_cuda.cuda, "kernel", lambda *_: lambda grid, threads, values: given.append(values))
+    q = torch.randn(4, 2, 128).bfloat16()
+    packed = prefill_cuda.pack(q, q, torch.zeros(2, 0, dtype=torch.int32), window=128, scores="int8", smooth=False)
+    prefill_cuda.attend(q, q, q, packed, scale, window=128, scores="int8")
+    (passed,) = (x for x in given[1] if isinstance(x, float))
+    assert passed > 0
+    torch.testing.assert_close(given[1][0].float() * passed, q.float() * scale * math.log2(math.e))
+
+
 def test_prefill_takes_this_kernel_where_it_runs_and_does_the_shape(monkeypatch):
     monkeypatch.setattr(backend, "use_cuda", lambda q: True)
     monkeypatch.setattr(prefill_cuda, "prefill_cuda", lambda *_, **how: how)
@@ -116,3 +130,11 @@ def test_views_and_large_scores_are_taken_and_runs_repeat(scores, bound):
     assert all(torch.equal(first, prefill_cuda.prefill_cuda(q, k, v, picked, 0.09, scores=scores)) for _ in range(3))
     assert relative_error(first, prefill_ref(q, k, v, picked, 0.09, precision=Precision(scores)).double()) < bound
     assert torch.equal(first, prefill(q, k, v, picked, 0.09, precision=Precision(scores)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, -0.09])
+def test_scales_that_turn_the_order_of_scores_or_level_them(scale):
+    q, k, v, picked = make(700, 2, 4, 128, 35, torch.bfloat16)
+    out = prefill_cuda.prefill_cuda(q, k, v, picked, scale)
+    assert relative_error(out, prefill_ref(q, k, v, picked, scale).double()) < 5e-3

@@ -34,3 +34,10 @@ def test_the_triton_kernel_gives_what_the_reference_gives(tokens, heads, group, 
     # logits: by 1.4e-3 of the output in the worst case here, 1.3e-3 where the reference's sums are cut to as many
     cut = DEVICE == "cuda" and precision.scores == "fp8"
     assert relative_error(out, ref.double()) < (5e-3 if precision.values == "fp8" else 2e-3 if cut else 1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1])
+def test_scales_that_turn_the_order_of_scores_or_level_them(scale):
+    q, k, v, picked = make(260, 1, 2, 64, 13, torch.float16)
+    out = prefill_triton(q, k, v, picked, scale)
+    assert relative_error(out, prefill_ref(q, k, v, picked, scale).double()) < 5e-3
