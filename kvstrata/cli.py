@@ -1,22 +1,20 @@
-"""The command line: demo, tag, eval, chat, serve, calibrate, train-intent. torch and the rest are imported inside commands, for --help.
+"""The command line: demo, tag, eval, report, chat, serve, calibrate, train-intent. Commands import torch inside, for --help.
 
 Exit codes: 0 done, 1 a part failed (each named on stderr; the rest ran), 2 the command was called wrongly.
 """
 
-import contextlib
 import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from kvstrata import cli_compare
 from kvstrata.eval.models import Device
+from kvstrata.options import Budget, Codec, DenseType, Model, Policy, Settings, TierName, Traces, Window, make_setting, named_value
 from kvstrata.terminal import check_output, complain, err, fail, load_model, load_tokenizer, out, print_table, progress_bar, usage_errors
-
-if TYPE_CHECKING:
-    from kvstrata.eval.results import Setting
 
 app = typer.Typer(
     help="KV cache of language-model agents as strata: pages of 2-bit planes, kept by what each token is.",
@@ -24,66 +22,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Model = Annotated[str, typer.Option(help="Folder, hub id, or smollm2, qwen05, qwen15.")]
-Policy = Annotated[str, typer.Option(help="Which tier each page gets: full, uniform, window, role, triaxial, hyquant, strata.")]
-TierName = Annotated[str | None, typer.Option(help="Tier of policies that take one: INT2, INT3, INT4, INT8, BF16.")]
-Budget = Annotated[float | None, typer.Option(help="Real bits per KV element, everything counted; instead of --tier.")]
-Codec = Annotated[str, typer.Option(help="planes, or a paper's layout: kivi, triaxial, hyquant, hyquant-fp, fp8, int8.")]
-Window = Annotated[int | None, typer.Option(help="Tokens of the recent window's aligned group, kept at BF16; default: the policy's.")]
-DenseType = Annotated[str | None, typer.Option(help="What BF16 pages hold: bfloat16, float16, float32.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="NAME=VALUE: a further setting of the policy, such as profile=profile.json; may be repeated."),
-]
-Traces = Annotated[
-    str,
-    typer.Option(
-        help="JSONL of {messages, tools}, bfcl:multi_turn_base[:N], bfcl:memory:student[:N], research:student[:TOKENS], recall[:TURNS]."
-    ),
-]
-
-
-def make_setting(
-    policy: str,
-    tier: str | None,
-    budget_bits: float | None,
-    codec: str,
-    window: int | None,
-    dense_dtype: str | None,
-    settings: list[str] | None = None,
-) -> "Setting":
-    """A setting, its names checked. Raises ValueError naming the accepted ones."""
-    from kvstrata.eval.results import Setting
-    from kvstrata.ops.codecs import CODECS, make_codec
-    from kvstrata.policy import POLICIES, make_policy
-    from kvstrata.types import Tier
-
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}; accepted: {', '.join(POLICIES)}")
-    if codec not in CODECS:
-        raise ValueError(f"unknown codec {codec!r}; accepted: {', '.join(CODECS)}")
-    parsed = None
-    if tier is not None:
-        accepted = {t: t.name for t in (*make_codec(codec).tiers, Tier.BF16)}
-        with contextlib.suppress(ValueError):
-            parsed = Tier.parse(tier)
-        if parsed not in accepted:
-            raise ValueError(f"codec {codec!r} has no tier {tier!r}; accepted: {', '.join(accepted.values())}")
-        make_policy(policy, tier=parsed)
-    options = dict(map(_named_value, settings or ()))
-    make_policy(policy, **options)
-    return Setting(policy, parsed, budget_bits, codec, window, dense_dtype, tuple(options.items()))
-
-
-def _named_value(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, VALUE as JSON where it is JSON."""
-    name, sign, value = text.partition("=")
-    if not sign or not name:
-        raise ValueError(f"--set {text!r} is no NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
 
 
 @app.command("eval")
@@ -102,6 +40,8 @@ def evaluate_command(
     limit: Annotated[int | None, typer.Option(help="Conversations at most.")] = None,
     device: Device = "cpu",
     json_out: Annotated[str | None, typer.Option("--json", help="Write the figures as JSON to this file, or - for stdout.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Ours and every peer beside it, at their real bytes (docs/peers.md).")] = False,
+    groups: Annotated[str, typer.Option(help="With --compare: which of ours, papers, quantizers, formats, eviction; all.")] = "all",
 ) -> None:
     """Judge a setting on conversations, token by token against the uncompressed cache."""
     with usage_errors():
@@ -112,6 +52,10 @@ def evaluate_command(
         setting = make_setting(policy, tier, budget_bits, codec, window, dense_dtype, settings)
         check_protocol(protocol)
         facts(needles)
+        if compare:
+            from kvstrata.eval.peers.rows import chosen_rows
+
+            chosen_rows("", groups)
         if json_out not in (None, "-"):
             check_output("--json", Path(json_out))
         found = load_traces(traces, limit)
@@ -120,6 +64,13 @@ def evaluate_command(
     if not found.traces:
         raise fail(f"no conversation of {traces} could be read", 1)
     loaded, tokenizer = load_model(model, device)
+    if compare:
+        if (
+            cli_compare.compare(loaded, tokenizer, Path(model).name, found, setting, groups, protocol, needles, json_out)
+            and not found.errors
+        ):
+            return
+        raise typer.Exit(1)
     from kvstrata.eval.evaluate import evaluate
     from kvstrata.eval.table import results_table
 
@@ -166,6 +117,9 @@ def demo(
         results = run_demo(loaded, tokenizer, found.traces[0], SETTINGS, report, name=Path(model).name, progress=progress)
     print_table(results_table(results))
     out.print(f"report: {report.resolve()}", soft_wrap=True)
+
+
+app.command()(cli_compare.report)
 
 
 @app.command()
@@ -358,7 +312,7 @@ def serve(
 
         check_version(engine_version())
         given = {"budget_bits": budget_bits, "policy": policy or ("uniform" if tier else None), "tier": tier}
-        line = command(model, {k: v for k, v in given.items() if v is not None} | dict(map(_named_value, settings or ())), context.args)
+        line = command(model, {k: v for k, v in given.items() if v is not None} | dict(map(named_value, settings or ())), context.args)
     # the server takes the place of this process: signals and exit codes are its own
     os.execv(line[0], line)
 

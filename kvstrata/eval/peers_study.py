@@ -18,7 +18,7 @@ from kvstrata.eval import study as study_file
 from kvstrata.eval.models import Device, load
 from kvstrata.eval.peers.compare import compared, pools, verdicts
 from kvstrata.eval.peers.need import MissingPeerError
-from kvstrata.eval.peers.rows import GROUPS, Row, make_rows
+from kvstrata.eval.peers.rows import Row, chosen_rows
 from kvstrata.eval.protocols import check_protocol
 from kvstrata.eval.traces import Trace, load_traces
 
@@ -72,7 +72,7 @@ def main(
     traces: Annotated[str, typer.Option(help="As of kvstrata eval.")] = "bfcl:multi_turn_base",
     places: Annotated[str, typer.Option(help="Which conversations of it.")] = "0,20",
     protocol: Annotated[str, typer.Option(help="oneshot or turns; under turns those peers alone whose code permits them.")] = "oneshot",
-    groups: Annotated[str, typer.Option(help="Groups of rows: ours, papers, quantizers, formats, eviction.")] = ",".join(GROUPS),
+    groups: Annotated[str, typer.Option(help="Groups of rows: ours, papers, quantizers, formats, eviction; all.")] = "all",
     only: Annotated[str, typer.Option(help="Labels of rows to run, separated by semicolons; all by default.")] = "",
     profile: Annotated[str, typer.Option(help="The model's own profile; by its name where one is shipped.")] = "",
     needles: Annotated[int, typer.Option(help="Facts planted in conversations that ask nothing themselves.")] = 5,
@@ -83,7 +83,7 @@ def main(
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": name, "runs": [], "missing": {}}
     if data["model"] != name:
         raise typer.BadParameter(f"{path} holds runs of {data['model']}, not of {name}; give another --out")
-    rows = [r for r in make_rows(name, profile or name) if r.group in groups.split(",") and (not only or r.label in only.split(";"))]
+    rows = [r for r in chosen_rows(name, groups, profile) if not only or r.label in only.split(";")]
     loaded, tokenizer = load(model, device=device)
     chosen = [int(x) for x in places.split(",")]
     found = load_traces(traces, max(chosen) + 1).traces

@@ -4,6 +4,7 @@ Whatever a user wrote is a Text: as a string, brackets and colons in it would be
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -33,6 +34,22 @@ def results_table(results: Sequence[Result]) -> Table:
         cells |= {"bits": f"{r.bits_per_element:.2f}", "MiB": f"{stored / 2**20:.2f}", "bf16": f"{share:.0%}"}
         cells["s"] = f"{r.seconds:.0f}"
         table.add_row(Text(r.label), *(cells[name] for name in shown))
+    return table
+
+
+def compared_table(model: str, protocol: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """One row a setting of the comparison (eval/peers/compare.py), within 80 columns but for long names."""
+    title = Text(f"{model}, {protocol}", "table.title")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for name in ("row", "bits", "held", "KL", "top-1", "calls", "facts", "log p"):
+        table.add_column(name, justify="left" if name == "row" else "right", no_wrap=name != "row")
+    for before, r in zip((None, *rows), rows, strict=False):
+        if before is not None and before["group"] != r["group"]:
+            table.add_section()
+        calls = float("nan") if r["call_top1"] is None else r["call_top1"]
+        log_p = "–" if r["fact_logp"] is None else f"{r['fact_logp']:.2f}"
+        cells = (f"{r['bits']:.2f}", f"{r['held']:.2f}", figure(r["kl"]), percent(r["top1"]), percent(calls), r["facts"], log_p)
+        table.add_row(Text(r["label"]), *cells)
     return table
 
 

@@ -2,8 +2,6 @@
 
 import itertools
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +19,7 @@ from kvstrata.eval.report import figure, render_report, write_report
 from kvstrata.eval.results import Result, Setting
 from kvstrata.eval.traces import Trace
 from kvstrata.types import PAGE_SIZE, Role, Tier
+from tests.eval.browser import browse
 from tests.eval.fakes import MESSAGES, TOOL, tiny_model
 
 SETTINGS = (
@@ -30,8 +29,6 @@ SETTINGS = (
     Setting("window", options=(("recent", 64),)),
 )
 ODD = 'A <b>bold</b> & "quoted" line; naïve 文字 and </script>. '
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--hide-scrollbars")  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -76,13 +73,6 @@ def measured(model_path: Callable[[str], Path]) -> tuple[Conversation, tuple[Res
 @pytest.fixture(scope="module")
 def report(measured: Any, tmp_path_factory: Any) -> Path:
     return write_report(tmp_path_factory.mktemp("report") / "report.html", *measured)
-
-
-def browse(report: Path, profile: Path, view: str, *flags: str) -> str:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium, "the report's tests need chromium: apt-get install -y chromium"
-    command = [chromium, *FLAGS, f"--user-data-dir={profile}", *flags, f"{report.as_uri()}{view}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 def test_the_file_loads_nothing(report: Path) -> None:

@@ -19,6 +19,8 @@ SINKS, WINDOW = 32, 64
 """Tokens kept dense beside quantizers that keep none themselves: as many as ours."""
 PROFILES = {"qwen05": "qwen05-triaxial"}
 """Profiles measured with the paper's own layout, by model."""
+SHIPPED = ("smollm2", "qwen05", "qwen15")
+"""Models that a profile is shipped for."""
 HEADS = ("qwen05",)
 """Models that a head for intentkv is shipped for."""
 
@@ -39,6 +41,14 @@ class Row:
     @property
     def masked(self) -> float:
         return 0.0 if isinstance(self.how, Setting) else self.how.masked
+
+
+def chosen_rows(model: str, groups: str = "all", profile: str = "") -> list[Row]:
+    """Rows of the named groups, separated by commas. profile: "": the model's own where one is shipped, else the default."""
+    names = list(GROUPS) if groups == "all" else groups.split(",")
+    if wrong := [n for n in names if n not in GROUPS]:
+        raise ValueError(f"unknown group {wrong[0]!r}; accepted: all, or of {', '.join(GROUPS)}, separated by commas")
+    return [r for r in make_rows(model, profile or (model if model in SHIPPED else "default")) if r.group in names]
 
 
 def make_rows(model: str, profile: str) -> list[Row]:
