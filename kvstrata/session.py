@@ -10,7 +10,7 @@ model as one chunk (dense inside, attending the stored pages), and its keys and 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,13 +20,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata import saving
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
-from kvstrata.policy import POLICIES, Budget, BudgetTooSmallError, Signals, make_policy, recent_window
-from kvstrata.policy.budget import MOST_BITS
+from kvstrata.allowance import Allowance
+from kvstrata.policy import POLICIES, BudgetTooSmallError, Signals, make_policy, recent_window
 from kvstrata.policy.thinned import Thinned
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Sequence
 from kvstrata.store.queries import NONE
 from kvstrata.store.store import Store
+from kvstrata.store.thin import living
 from kvstrata.tagging.calls import parse_reply
 from kvstrata.tagging.template import Tagged, tag_ids, tag_messages
 from kvstrata.turn import TurnReport, turn_report
@@ -50,17 +51,14 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-BUDGET_HORIZON = 2048
-"""A budget in bits counts at least this many tokens: what a young conversation loses it would never gain back when it has grown."""
-
-
 class Session:
     """One conversation in a store.
 
     policy, policy_settings: as kvstrata.policy.make_policy takes them. budget_bits: real bits a K and V element, averaged over the
     conversation, which counts as BUDGET_HORIZON tokens while it is shorter; where the recent window alone takes more, the policy's
     cheapest plan stands in, and the report says so (floor_bytes). budget_bytes: bytes that the conversation may take however long it grows,
-    instead.
+    instead. quality: KL
+    against an uncompressed cache, nats a token, that plans are predicted to stay under, at the fewest bytes, instead.
     codec, window, dense_dtype, capacity_tokens: of the store made for this session; store: share this one instead (sessions of one
     model then reuse each other's prefixes). window defaults to the policy's (64, triaxial: 0), dense_dtype to bfloat16, and to the model's
     own type for policy "full". chunk_tokens: of a turn, that run at once under a policy that evicts: a session keeps to its budget, and one
@@ -78,6 +76,7 @@ class Session:
         budget_bits: float | None = None,
         *,
         budget_bytes: int | None = None,
+        quality: float | None = None,
         policy_settings: Mapping[str, Any] | None = None,
         codec: str = "planes",
         window: int | None = None,
@@ -86,7 +85,8 @@ class Session:
         chunk_tokens: int = CHUNK,
         store: Store | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.budget_bits, self.budget_bytes = model, tokenizer, budget_bits, budget_bytes
+        self.model, self.tokenizer = model, tokenizer
+        self.budget_bits, self.budget_bytes, self.quality = budget_bits, budget_bytes, quality
         if store is None:
             if dense_dtype is None and policy == "full":
                 dense_dtype = str(model.dtype).removeprefix("torch.")
@@ -114,7 +114,7 @@ class Session:
         self._spans: tuple[Span, ...] = ()
         self._known = 0
         self._floor = 0
-        self._check_budget()
+        self._allowance.check(self.policy)
 
     def __enter__(self) -> Self:
         return self
@@ -332,61 +332,19 @@ class Session:
         s = self._sequence if self._cache.sequence_ids else Sequence(0)
         window = -(-n // PAGE_SIZE) - self.store.first_window_page(n)
         held, turn = tuple(page.tier for page in s.pages[: s.settled]), max((span.turn for span in spans), default=0)
-        signals = Signals(turn, tuple(s.weights.tolist()), held, window)
-        if self.budget_bits is None and self.budget_bytes is None:
-            return self.policy.plan(spans, n, signals)
+        signals = Signals(turn, tuple(s.weights.tolist()), held, window, *living(self.store, s))
+        budget = self._allowance.budget(n)
         try:
-            return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=max(self._limit(n), 1)))
+            return self.policy.plan(spans, n, signals, budget)
         except BudgetTooSmallError as error:
+            assert budget is not None
             # the window's fixed cost outweighs a short conversation
             self._floor = max(self._floor, error.floor)
-            return self.policy.plan(spans, n, signals, self._budget(n, num_bytes=max(error.floor, 1)))
+            return self.policy.plan(spans, n, signals, replace(budget, bits=None, bytes=max(error.floor, 1)))
 
-    def _limit(self, num_tokens: int) -> int:
-        """Bytes that a plan may take: the budget's, less what the window still grows by before its next group settles. Without that reserve
-        older pages would pay for the window where it is widest with planes that they cannot win back where it is narrow again."""
-        pages = -(-num_tokens // PAGE_SIZE)
-        to_come = self.store.widest_window_pages - (pages - self.store.first_window_page(num_tokens))
-        # a page costs the window all of its bytes with its first token
-        moments = [(0, num_tokens), *((i + 1, (pages + i) * PAGE_SIZE + 1) for i in range(to_come))]
-        dense = self.layout.tier_bytes()[Tier.BF16]
-        return min(self._allowance(n) - new * dense for new, n in moments)
-
-    def _allowance(self, num_tokens: int) -> int:
-        """Bytes that a conversation of so many tokens may take."""
-        if self.budget_bytes is not None:
-            return self.budget_bytes
-        assert self.budget_bits is not None
-        return int(min(self.budget_bits, MOST_BITS) * self.layout.elements(max(num_tokens, BUDGET_HORIZON)) / 8)
-
-    def _budget(self, num_tokens: int, *, bits: float | None = None, num_bytes: int | None = None) -> Budget:
-        pages = -(-num_tokens // PAGE_SIZE)
-        return Budget(
-            tier_bytes=self.layout.tier_bytes(), num_tokens=num_tokens, page_elements=self.layout.elements(PAGE_SIZE), bits=bits,
-            bytes=num_bytes, window_pages=pages - self.store.first_window_page(num_tokens),
-        )  # fmt: skip
-
-    def _check_budget(self) -> None:
-        """Raise BudgetTooSmallError where even an endless conversation, on which sinks and window cost nothing, would not fit."""
-        if self.budget_bytes is not None:
-            if self.budget_bits is not None:
-                raise ValueError(f"budget_bits {self.budget_bits} and budget_bytes {self.budget_bytes} exclude each other; give one")
-            if isinstance(self.budget_bytes, bool) or not isinstance(self.budget_bytes, int) or self.budget_bytes < 1:
-                raise ValueError(f"budget_bytes is {self.budget_bytes!r}; accepted: a whole number of bytes, 1 or more, or None")
-        if self.budget_bits is None:
-            return
-        if not isinstance(self.budget_bits, int | float):
-            raise ValueError(f"budget_bits is {self.budget_bits!r}; accepted: a number above 0, or None")
-        endless = 1 << 20
-        try:
-            self.policy.plan((), endless, Signals(), self._budget(endless, bits=self.budget_bits))
-        except BudgetTooSmallError as error:
-            floor = 8 * error.floor / self.layout.elements(endless)
-            raise BudgetTooSmallError(
-                f"budget_bits {self.budget_bits:g} is below the floor of policy {self.policy.name!r} with codec "
-                f"{self.layout.codec.name!r}: {floor:.2f} bits an element, however long the conversation",
-                error.floor,
-            ) from None
+    @property
+    def _allowance(self) -> Allowance:
+        return Allowance(self.store, self.budget_bits, self.budget_bytes, self.quality)
 
     def _end_turn(self, reused: int, seconds: float) -> TurnReport:
         token_ids, sequence = self.token_ids, self._sequence

@@ -195,23 +195,32 @@ class Thinning:
         if not self.decay >= 0:
             raise ValueError(f"decay is {self.decay}; it must be 0 or more a turn")
 
+    @property
+    def remembers(self) -> bool:
+        """Whether queries of asks are remembered: to choose survivors by, or to weigh pages by."""
+        return self.score == "intent" or bool(self.asks)
+
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
     """How the newest queries say what a page is worth, for the next plan. They do as a step ends, when a page that it settles has been
     written: it has `tier` at least until that plan takes planes away again, which moves nothing. Where the arena has no frames for
     that, pages settle at their planned tier. refresh: tokens that are generated before pages are weighed anew, as they are when a turn
-    begins. decay: what counts of earlier weights then."""
+    begins. decay: what counts of earlier weights then. intent: the power of what remembered asks would pay a page (Thinning's score
+    "intent"), over the mean page, that its weight is multiplied by."""
 
     tier: Tier = Tier.INT4
     refresh: int = 64
     decay: float = 0.5
+    intent: float = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.refresh, bool) or not isinstance(self.refresh, int) or self.refresh < 1:
             raise ValueError(f"refresh is {self.refresh!r}; accepted: a whole number of tokens, 1 or more")
         if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 <= self.decay <= 1:
             raise ValueError(f"decay is {self.decay!r}; accepted: 0 to 1")
+        if isinstance(self.intent, bool) or not isinstance(self.intent, int | float) or not 0 <= self.intent <= 1:
+            raise ValueError(f"intent is {self.intent!r}; accepted: 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +232,7 @@ class Plan:
     anchors: how, and how many, tokens of quantized pages are kept at a higher tier besides; None = none.
     thinning: which tokens of settled pages live on where there are too many; None = all.
     weighing: how pages are weighed by the newest queries; None = they are not.
+    loss: a token, as the policy counts it, and predicted_kl: nats a token that it was measured to mean; None = the policy does not say.
     """
 
     tiers: tuple[Tier, ...]
@@ -231,6 +241,8 @@ class Plan:
     anchors: "Anchors | None" = None
     thinning: "Thinning | None" = None
     weighing: "Weighing | None" = None
+    loss: float | None = None
+    predicted_kl: float | None = None
 
     def tier(self, page: int) -> Tier:
         return self.tiers[page] if page < len(self.tiers) else self.default

@@ -1,10 +1,16 @@
 """Sessions under policy strata: bytes at every step, instructions, and the same plan for the same tokens."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
+from kvstrata.policy.profile import Law, load_profile
 from kvstrata.session import Session
 from kvstrata.types import PAGE_SIZE, Role, Span, Tier
 
@@ -41,12 +47,12 @@ def fed(session: Session, told: Tagged, ends: list[int]) -> list[list[Tier]]:
     return out
 
 
-@pytest.mark.parametrize(("bits", "evicts"), [(3.0, False), (1.6, True)])
+@pytest.mark.parametrize(("bits", "thin"), [(3.0, True), (1.6, False), (1.6, True)])
 def test_bytes_are_within_the_budget_after_every_step(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bits: float, evicts: bool
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bits: float, thin: bool
 ) -> None:
     told = conversation(3000)
-    with Session(model, tokenizer, "strata", bits, capacity_tokens=3200) as session:
+    with Session(model, tokenizer, "strata", bits, policy_settings={"thin": thin}, capacity_tokens=3200) as session:
         before: list[Tier] = []
         # turns, then a reply token by token
         for end in [2200, 2600, 2900, *range(2901, 2970)]:
@@ -57,7 +63,8 @@ def test_bytes_are_within_the_budget_after_every_step(
             assert all(new <= old for new, old in zip(tiers[:settled], before, strict=False))
             assert Tier.EVICTED not in tiers[: INST // PAGE_SIZE]
             before = tiers[:settled]
-        assert (Tier.EVICTED in before) == evicts
+        assert (Tier.EVICTED in before) == (bits < 2)
+        assert (session.report.survivors > 100) == (session.report.thinned > 0) == (bits < 2 and thin)
         assert before[0] is Tier.BF16
         assert session.report.bytes_queries > 0
 
@@ -124,3 +131,62 @@ def test_a_budget_in_bytes_holds_however_long_the_conversation_grows(model: PreT
             assert session.report.floor_bytes == 0
             assert Tier.EVICTED not in tiers[: INST // PAGE_SIZE]
         assert Tier.EVICTED in tiers
+
+
+@pytest.mark.parametrize("score", ["newest", "intent"])
+def test_at_half_of_the_lowest_tier_tokens_of_all_pages_live_on(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, score: str
+) -> None:
+    told, tiers = conversation(2600), []
+    settings = {"spare": (), "score": score, "intent": 0.3}
+    for _ in range(2):
+        with Session(model, tokenizer, "strata", 1.2, policy_settings=settings, capacity_tokens=2800) as session:
+            tiers.append(fed(session, told, [2200, 2400, *range(2401, 2406), 2433, 2600]))
+            report, s = session.report, session._sequence
+            assert session.frames_in_use * session.layout.frame_bytes <= 1.2 * session.layout.elements(2600) / 8
+            assert report.survivors > 400
+            # each layer and KV head its own
+            kept = np.concatenate([page.positions for page in s.survivors], -1)
+            assert len({frozenset(row) for row in kept.reshape(-1, kept.shape[-1]).tolist()}) == kept.shape[0] * kept.shape[1]
+            assert bool(s.memory.positions)
+            # and what was computed after that serves nobody else
+            assert s.salt
+    assert tiers[0] == tiers[1]
+
+
+def test_asks_are_remembered_before_anything_has_to_go(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    told, weights = conversation(2400), []
+    for intent in (0.0, 1.0):
+        with Session(model, tokenizer, "strata", 3.0, policy_settings={"intent": intent}, capacity_tokens=2600) as session:
+            fed(session, told, [2200, 2400])
+            s = session._sequence
+            assert (len(s.memory.positions) > 0) == (intent > 0)
+            assert not s.survivors and session.report.thinned == 0
+            weights.append(s.weights / s.weights.sum())
+    assert abs(weights[0] - weights[1]).max() > 1e-3
+
+
+def test_quality_takes_the_bytes_that_it_needs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    told, bits, path = conversation(2600), [], tmp_path / "profile.json"
+    path.write_text(replace(load_profile("qwen05"), law=Law(666.0, 1.6, 1e-4, 1e-2)).to_json())
+    for quality in (0.0005, 0.005, 0.05):
+        with Session(model, tokenizer, "strata", quality=quality, policy_settings={"profile": str(path)}, capacity_tokens=2800) as session:
+            for end in (2200, 2400, 2401, 2433, 2600):
+                fed(session, told, [end])
+                assert session.report.predicted_kl is not None
+                assert session.report.predicted_kl <= quality
+            bits.append(session.bits_per_element)
+    assert bits[0] > bits[1] > bits[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [({"policy": "uniform", "quality": 0.01}, "policy 'uniform' predicts no KL.*accepted: strata"),
+     ({"quality": 0.01, "budget_bits": 3.0}, "budget_bits 3.0 and quality 0.01 exclude each other"),
+     ({"quality": -1.0}, "budget is -1.0"), ({"quality": "good"}, "quality is 'good'; accepted")],
+)  # fmt: skip
+def test_wrong_qualities_are_refused(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        Session(model, tokenizer, **{"policy": "strata", "capacity_tokens": 64} | settings)

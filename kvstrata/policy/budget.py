@@ -23,19 +23,25 @@ class Signals:
     """current_turn: the newest user turn. mass: what the leading pages were worth to the newest queries, if that was
     measured (store/weigh.py), one number a page, any scale; 0 where it was not.
     held: tiers of the pages that are stored already, from the first on; none of them can rise, so bytes for that are better spent.
-    window_pages: pages at the end that are BF16 whatever the plan says; a budget says so too."""
+    window_pages: pages at the end that are BF16 whatever the plan says; a budget says so too.
+    alive: of the leading pages that were thinned, the share of their tokens that lives on, over layers and KV heads; 0 of others.
+    survivor_pages, survivor_tier: how many pages those fill, at which tier."""
 
     current_turn: int = 0
     mass: tuple[float, ...] = ()
     held: tuple[Tier, ...] = ()
     window_pages: int = 0
+    alive: tuple[float, ...] = ()
+    survivor_pages: int = 0
+    survivor_tier: Tier = Tier.BF16
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A ceiling on a sequence's bytes, everything counted: metadata, sinks, the recent window, and the padding of the last page.
 
-    Exactly one of bits (real bits a KV element, averaged over the sequence) and bytes is given.
+    Exactly one of bits (real bits a KV element, averaged over the sequence), bytes, and quality is given: nats a token that the
+    plan is predicted to lose at most, at the fewest bytes, which is no ceiling on them.
     tier_bytes: bytes of one page, over all layers, at each tier that the codec has, BF16 included; EVICTED costs 0.
     page_elements: K and V elements of one page of PAGE_SIZE tokens, over all layers and KV heads.
     window_pages: pages at the end that are BF16 whatever the plan says.
@@ -47,13 +53,16 @@ class Budget:
     bits: float | None = None
     bytes: int | None = None
     window_pages: int = 0
+    quality: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.bits is None) == (self.bytes is None):
-            raise ValueError(f"budget has bits {self.bits} and bytes {self.bytes}; exactly one of them must be given")
-        value = self.bits if self.bits is not None else self.bytes
-        if value is None or not 0 < value < math.inf:
-            raise ValueError(f"budget is {value}; it must be above 0, and finite")
+        given = [x for x in (self.bits, self.bytes, self.quality) if x is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"budget has bits {self.bits}, bytes {self.bytes} and quality {self.quality}; exactly one of them must be given"
+            )
+        if not 0 < given[0] < math.inf:
+            raise ValueError(f"budget is {given[0]}; it must be above 0, and finite")
         if Tier.BF16 not in self.tier_bytes:
             raise ValueError(f"tier_bytes has {', '.join(t.name for t in self.tier_bytes)}; BF16 must be among them, for sinks and window")
         for name in ("num_tokens", "window_pages"):
@@ -71,7 +80,8 @@ class Budget:
         """Bytes that the sequence may take."""
         if self.bytes is not None:
             return self.bytes
-        assert self.bits is not None
+        if self.bits is None:
+            return self.num_pages * max(self.tier_bytes.values())
         return int(min(self.bits, MOST_BITS) * self.num_tokens * self.page_elements / PAGE_SIZE / 8)
 
     def body(self, sinks: int) -> range:

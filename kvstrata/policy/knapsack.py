@@ -77,6 +77,27 @@ def greedy(cost: Ints, loss: Floats, limit: int, preference: Floats) -> Ints:
     return chosen
 
 
+def cover(cost: Ints, loss: Floats, most: float, preference: Floats) -> Ints:
+    """As greedy, but of least cost, as far as one step of one item is, whose losses are `most` at most in sum; where that is out of reach,
+    the choices that lose least."""
+    if not len(cost):
+        return np.zeros(0, np.int64)
+    by_preference = np.argsort(preference, kind="stable")
+    cost, loss = cost[by_preference], loss[by_preference]
+    paths = hulls(cost, loss)
+    item, step = np.nonzero(paths[:, 1:] >= 0)
+    before, after = paths[item, step], paths[item, step + 1]
+    gain = loss[item, before] - loss[item, after]
+    order = np.argsort(-gain / (cost[item, after] - cost[item, before]), kind="stable")
+    left = float(loss[np.arange(len(cost)), paths[:, 0]].sum()) - np.concatenate([[0.0], np.cumsum(gain[order])])
+    enough = left <= most
+    steps = int(enough.argmax()) if enough.any() else len(order)
+    taken = np.bincount(item[order[:steps]], minlength=len(cost))
+    chosen = np.empty(len(cost), np.int64)
+    chosen[by_preference] = paths[np.arange(len(cost)), taken]
+    return chosen
+
+
 def exact(cost: Ints, loss: Floats, limit: int, preference: Floats) -> Ints:
     """As greedy, with the least possible loss; greedy itself where there are more than MOST_STATES states."""
     items = len(cost)

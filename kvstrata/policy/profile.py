@@ -6,7 +6,7 @@ too, so that loss / tokens is the loss of one token and profiles of the same mod
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -38,6 +38,27 @@ def distance_bins(num_pages: int) -> NDArray[np.int64]:
     return np.minimum(np.ceil(np.log2(distance + 1)).astype(np.int64), NUM_BINS - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Law:
+    """KL = scale * loss ** power, in nats a token: what plans of so much loss a token were measured to lose (eval/quality_study.py).
+    low, high: losses between which that was seen."""
+
+    scale: float
+    power: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.scale < LARGEST and 0 < self.power < 16 and 0 < self.low <= self.high < LARGEST):
+            raise ValueError(f"{self} is no law; scale, power and low must be above 0, high no less than low, all finite")
+
+    def kl(self, loss: float) -> float:
+        return float(self.scale * loss**self.power)
+
+    def loss(self, kl: float) -> float:
+        return float((kl / self.scale) ** (1 / self.power))
+
+
 @dataclass(frozen=True)
 class Profile:
     """bits: tiers measured, ascending, 0 = evicted.
@@ -45,7 +66,7 @@ class Profile:
     tokens: float64 [56], loss[measure]: float64 [56, bits]: of each tag (tags.py's codes).
     far_tokens: float64 [56, NUM_BINS], far_loss: float64 [56, NUM_BINS, bits]: of pages of one tag, each coarsened alone, by
     distance to the window; measure "relative".
-    made: how: model, codec, data hash, seed, versions.
+    made: how: model, codec, data hash, seed, versions. law: KL of plans by their losses; None where that was not measured.
     """
 
     bits: tuple[int, ...]
@@ -54,6 +75,7 @@ class Profile:
     far_tokens: Floats
     far_loss: Floats
     made: Mapping[str, Any] = field(default_factory=dict)
+    law: Law | None = None
 
     def __post_init__(self) -> None:
         n = len(self.bits)
@@ -142,7 +164,8 @@ class Profile:
                 "far_tokens": self.far_tokens[code].tolist(), "far_relative": [_short(x) for x in self.far_loss[code]],
             })  # fmt: skip
         lines = ",\n  ".join(json.dumps(row) for row in rows)
-        return f'{{\n "made": {json.dumps(dict(self.made))},\n "bits": {list(self.bits)},\n "tags": [\n  {lines}\n ]\n}}\n'
+        law = "" if self.law is None else f' "law": {json.dumps(asdict(self.law))},\n'
+        return f'{{\n "made": {json.dumps(dict(self.made))},\n{law} "bits": {list(self.bits)},\n "tags": [\n  {lines}\n ]\n}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> "Profile":
@@ -165,12 +188,14 @@ class Profile:
                 far_loss[code] = _numbers(row["far_relative"], (NUM_BINS, len(bits)))
                 for m in MEASURES:
                     loss[m][code] = _numbers(row[m], (len(bits),))
+            law = data.get("law")
+            law = None if law is None else Law(**{name: float(_numbers(law[name], ())) for name in ("scale", "power", "low", "high")})
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a sensitivity profile: {type(error).__name__} {error}") from error
         made = data.get("made", {})
         if not isinstance(made, dict):
             raise ValueError(f"not a sensitivity profile: made is {str(made)[:40]!r}; accepted: an object")
-        return cls(bits, tokens, loss, far_tokens, far_loss, made)
+        return cls(bits, tokens, loss, far_tokens, far_loss, made, law)
 
 
 def _numbers(value: Any, shape: tuple[int, ...]) -> Floats:

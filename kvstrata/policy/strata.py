@@ -1,7 +1,8 @@
-"""One planner: tiers of pages, eviction among them, under one budget in bytes.
+"""One planner: tiers of pages, eviction of pages and of tokens among them, under one budget in bytes, or to one predicted KL.
 
-A page's loss at a tier is what its tags were measured to lose there (TriAxialKV's profile) times what the newest queries make of the
-page, and the planner climbs the lower convex hulls of (bytes, loss) of all pages at once. Looks at tags, positions and Signals.mass.
+A page's loss at a tier is what its tags were measured to lose there (TriAxialKV's profile) times what the newest queries and the session's
+asks make of the page, and the planner climbs the lower convex hulls of (bytes, loss) of all pages at once. Looks at tags, positions and
+Signals; which tokens of a thinned page live on is chosen where their keys lie (store/thin.py).
 """
 
 from collections.abc import Sequence
@@ -13,33 +14,46 @@ from numpy.typing import NDArray
 
 from kvstrata.policy.budget import QUANTIZED, Budget, Signals, check_sinks, check_tiers, num_pages
 from kvstrata.policy.knapsack import SOLVERS
+from kvstrata.policy.market import SLACK, Market
 from kvstrata.policy.profile import distance_bins, load_profile
-from kvstrata.policy.tags import page_tags
-from kvstrata.policy.triaxial import IS_INST, token_losses
-from kvstrata.types import Plan, Span, Tier, Weighing
+from kvstrata.policy.tags import ROLES, page_tags
+from kvstrata.policy.thinned import ASKS, FILL
+from kvstrata.policy.triaxial import token_losses
+from kvstrata.types import PAGE_SIZE, SELECTORS, Ask, Plan, Role, Span, Thinning, Tier, Weighing
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+AIM = 0.75
+"""Share of a KL that was asked for that plans aim at: what pages gave up is not to be had back when later queries think more of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strata:
-    """profile: as for `triaxial`. tiers: what the codec has; pages may be evicted too, but only where not all fit at the lowest of them,
-    instructions never. sinks: pages at the start that are BF16.
+    """profile: as for `triaxial`. tiers: what the codec has; pages are evicted or thinned too, but only where not all fit at the lowest of
+    them. sinks: pages at the start that are BF16. spare: roles whose pages are neither.
     trust: how much of a page's loss is said by the newest queries, 0 to 1, the rest by its tags: what was looked at just now is not all
     that will be. contrast: the power of a page's loss that is believed, 0 to 1; 0 takes all pages for alike. What is lost most dearly is
     what nobody looked at yet, so a page that seems to matter little is not as cheap as it seems (docs/planner.md).
+    thin: whether tokens are evicted, each layer and KV head its own; False: whole pages alone. score: who lives on, as Thinning has it.
+    regret: by how much a token that is gone loses more than its attention says, for facts are asked that nobody has looked for yet.
+    intent: the power of a page's alignment with the session's asks in its weight (docs/intentkv.md); 0: none.
     staging: tier at which pages settle before they are weighed; None: they never are. refresh, decay: as Weighing has them.
     solver: greedy or exact."""
 
     name: ClassVar[str] = "strata"
     WINDOW: ClassVar[int] = 0
+    PREDICTS: ClassVar[bool] = True
+    """Whether it can plan for a budget in quality."""
 
     profile: str = "default"
     tiers: tuple[Tier, ...] = QUANTIZED
     sinks: int = 1
+    spare: tuple[Role, ...] = (Role.INST,)
     trust: float = 0.4
     contrast: float = 0.4
+    thin: bool = True
+    score: str = "newest"
+    regret: float = 4.0
+    intent: float = 0.0
     staging: Tier | None = Tier.INT4
     refresh: int = 64
     decay: float = 0.5
@@ -48,57 +62,92 @@ class Strata:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", check_tiers(self.tiers))
         check_sinks(self.sinks)
-        for name in ("trust", "contrast"):
+        if isinstance(self.spare, str) or not set(self.spare) <= set(Role):
+            raise ValueError(f"spare is {self.spare!r}; accepted: roles out of {', '.join(Role)}")
+        object.__setattr__(self, "spare", tuple(Role(role) for role in self.spare))
+        for name, most in (("trust", 1.0), ("contrast", 1.0), ("regret", 1e6)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value!r}; accepted: 0 to 1")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise ValueError(f"{name} is {value!r}; accepted: 0 to {most:g}")
+        if not isinstance(self.thin, bool):
+            raise ValueError(f"thin is {self.thin!r}; accepted: True, False")
+        if self.score not in SELECTORS:
+            raise ValueError(f"score is {self.score!r}; accepted: {', '.join(SELECTORS)}")
         if self.staging is not None:
             staging = Tier.parse(self.staging)
             # a codec without it has one nearest to it
             object.__setattr__(self, "staging", max((t for t in self.tiers if t <= staging), default=self.tiers[0]))
         if self.solver not in SOLVERS:
             raise ValueError(f"solver is {self.solver!r}; accepted: {', '.join(SOLVERS)}")
-        Weighing(Tier.INT4, self.refresh, self.decay)
+        Weighing(Tier.INT4, self.refresh, self.decay, self.intent)
         load_profile(self.profile)
 
     def plan(self, spans: Sequence[Span], num_tokens: int, signals: Signals, budget: Budget | None = None) -> Plan:
-        """Without a budget: everything at the tier nearest to INT4. Raises BudgetTooSmallError where sinks, window and instructions at the
-        lowest tier cost more than a budget."""
+        """Without a budget: everything at the tier nearest to INT4. Raises BudgetTooSmallError where sinks, window and spared roles at the
+        lowest tier cost more than a budget, ValueError for a quality where the profile does not say what losses mean."""
         pages, default = num_pages(num_tokens, budget), max((t for t in self.tiers if t <= Tier.INT4), default=self.tiers[0])
-        weighing = None if self.staging is None else Weighing(self.staging, self.refresh, self.decay)
         sinks = min(self.sinks, pages)
+        asks = tuple(Ask(s.start, s.end, s.turn) for s in spans if s.role in ASKS) if self.intent or self.score == "intent" else ()
+        staging = self.staging if budget is None or budget.quality is None or self.staging is None else self.tiers[-1]
+        weighing = None if staging is None else Weighing(staging, self.refresh, self.decay, self.intent)
         if budget is None:
             return Plan((Tier.BF16,) * sinks + (default,) * (pages - sinks), default, weighing=weighing)
         body = budget.body(self.sinks)
         counts = page_tags(spans, num_tokens, signals.current_turn)[body.start : body.stop]
+        mass, alive = signals.mass[body.start : body.stop], np.zeros(len(body))
+        alive[: len(signals.alive[body.start : body.stop])] = signals.alive[body.start : body.stop]
         held = np.full(len(body), int(Tier.BF16))
         stored = np.array(signals.held[body.start : body.stop], dtype=int)
         held[: len(stored)] = stored
-        if len(stored) and self.staging is not None:
+        if len(stored) and self.staging is not None and budget.quality is None:
             # what is yet to be weighed takes no planes from what is stored before it is: it is staged, and planned anew as its step ends
             held[len(stored) :] = int(self.tiers[0])
-        chosen = self._choose(self._losses(counts, signals.mass[body.start : body.stop]), self._kept(counts, body, budget), held, budget)
+        market = Market.of(
+            self.tiers, self.thin, self._losses(counts, mass), self._kept(counts, body, budget), held, alive, signals, budget
+        )
+        chosen = market.solve(self.solver, self._most(budget))
         # past the window's start a tier is a promise for later; the newest pages keep the default at least
-        tiers = (Tier.BF16,) * sinks + tuple(chosen) + (default,) * (pages - body.stop)
-        if budget.cost(tiers) > budget.limit:
+        tiers = (Tier.BF16,) * sinks + tuple(chosen.tiers) + (default,) * (pages - body.stop)
+        if chosen.cost > market.limit:
             budget.check(tiers, self.name)
-        return Plan(tiers, default, weighing=weighing)
+        thinning = None
+        if chosen.survivors or asks:
+            spared = frozenset([*range(body.start), *(np.flatnonzero(~chosen.thinned) + body.start).tolist(), *range(body.stop, pages)])
+            slots = chosen.survivors * PAGE_SIZE
+            # where nothing is to go, what a session asks is remembered all the same
+            count = max(0, int(slots * FILL) - SLACK) if slots else pages * PAGE_SIZE
+            most = chosen.survivors or pages
+            thinning = Thinning(count, most, market.tier, spared, self.score, slack=SLACK if slots else 0, asks=asks)
+        loss, law = chosen.loss / max(num_tokens, 1), load_profile(self.profile).law
+        # what is gone is missed when it is asked for, which no mean KL tells
+        whole = Tier.EVICTED not in tiers and not chosen.survivors
+        predicted = law.kl(loss) if law is not None and whole else None
+        return Plan(tiers, default, thinning=thinning, weighing=weighing, loss=loss, predicted_kl=predicted)
 
-    @property
-    def _columns(self) -> tuple[Tier, ...]:
-        return (Tier.EVICTED, *self.tiers)
+    def _most(self, budget: Budget) -> float | None:
+        """Loss that a plan may have in sum; None where bytes are what is given."""
+        if budget.quality is None:
+            return None
+        law = load_profile(self.profile).law
+        if law is None:
+            raise ValueError(
+                f"profile {self.profile!r} does not say what KL a loss means, so there is no plan of quality {budget.quality}; "
+                "python -m kvstrata.eval.quality_study measures it"
+            )
+        return law.loss(AIM * budget.quality) * budget.num_tokens
 
     def _kept(self, counts: NDArray[np.int32], body: range, budget: Budget) -> NDArray[np.bool_]:
-        """Pages that are never evicted: instructions, and one page of a sequence that would keep nothing."""
-        kept = np.array((counts[:, IS_INST] > 0).any(1), np.bool_)
+        """Pages that are neither evicted nor thinned: spared roles, and one page of a sequence that would keep nothing."""
+        spared = np.isin(np.arange(counts.shape[1]) % len(ROLES), [ROLES.index(r) for r in self.spare])
+        kept = np.array((counts[:, spared] > 0).any(1), np.bool_)
         if len(kept) and not body.start and not budget.window_pages and not kept.any():
             kept[-1] = True
         return kept
 
     def _losses(self, counts: NDArray[np.int32], mass: Sequence[float]) -> Floats:
-        """Loss of each page at each of the columns, float64 [pages, columns]."""
-        table = token_losses(self.profile, self._columns)
-        prior: Floats = (counts @ table) * load_profile(self.profile).decay[distance_bins(len(counts))][:, None]
+        """Loss of each page when it is gone and at each tier, float64 [pages, 1 + tiers]."""
+        table = token_losses(self.profile, (Tier.EVICTED, *self.tiers))
+        prior: Floats = (counts.astype(np.float64) @ table) * load_profile(self.profile).decay[distance_bins(len(counts))][:, None]
         weighed = np.flatnonzero(np.array(mass))
         # in logarithms of the loss at the lowest tier
         tags = np.log(np.maximum(prior[:, 1], 1e-30))
@@ -108,20 +157,6 @@ class Strata:
             told = np.log(np.array(mass)[weighed])
             believed[weighed] += self.trust * (told - told.mean() - tags[weighed] + tags[weighed].mean())
         mean = believed.mean() if len(believed) else 0.0
-        return prior * np.exp(mean + self.contrast * (believed - mean) - tags)[:, None]
-
-    def _choose(self, losses: Floats, kept: NDArray[np.bool_], held: Ints, budget: Budget) -> list[Tier]:
-        """Tiers of the body's pages: none rises above what it holds, and where not all fit at the lowest tier some are evicted."""
-        price = np.array([budget.tier_bytes[t] if t else 0 for t in self._columns], np.int64)
-        limit = budget.limit - (budget.num_pages - len(losses)) * budget.tier_bytes[Tier.BF16]
-        there = held > Tier.EVICTED
-        # a page that lost planes cannot win them back
-        most = np.where(there, np.maximum(held, int(self.tiers[0])), int(Tier.EVICTED))
-        barred = np.array(self._columns)[None, :] > most[:, None]
-        barred[:, 0] = there & (kept | bool(there.sum() * price[1] <= limit))
-        # what a page may not have costs more than all else, and loses more
-        cost = np.where(barred, price.max() + 1, price)
-        losses = np.where(barred, 2 * losses.max(initial=0) + 1, losses)
-        # of equals the newest first
-        chosen = SOLVERS[self.solver](cost, losses, limit, -np.arange(len(losses), dtype=np.float64))
-        return [self._columns[c] for c in chosen.tolist()]
+        losses = prior * np.exp(mean + self.contrast * (believed - mean) - tags)[:, None]
+        losses[:, 0] *= self.regret
+        return losses

@@ -29,7 +29,7 @@ POOL = 7
 def wants_newest(plan: Plan) -> bool:
     """Whether the newest queries have to be kept (store/queries.py): they weigh pages for the next plan, choose who survives a thinning,
     or are remembered once known as asks."""
-    return plan.weighing is not None or (plan.thinning is not None and plan.thinning.score in ("newest", "intent"))
+    return plan.weighing is not None or (plan.thinning is not None and (plan.thinning.score == "newest" or plan.thinning.remembers))
 
 
 class Watch:
@@ -40,7 +40,7 @@ class Watch:
         self._before, self._after = s.num_tokens, s.num_tokens + rows.stop - rows.start
         self._asked: list[tuple[int, int]] = []
         # a token that was just generated is not known to be an ask yet: its query waits among the newest
-        if thinning.score == "intent" and rows.stop - rows.start > 1:
+        if thinning.remembers and rows.stop - rows.start > 1:
             self._asked = asked(thinning, max(self._before, s.memory.until), self._after)
         self._queries: dict[int, Tensor] = {}
         self._received: dict[int, Tensor] = {}
@@ -92,7 +92,7 @@ class Watch:
             # of what another session computed nothing is known
             s.worth = torch.cat([pad(before, (0, self._before - before.shape[-1]), value=torch.nan), told], -1)
             s.told_by = self._head.digest
-        if self._rows.stop - self._rows.start > 1 and self._thinning.score == "intent":
+        if self._rows.stop - self._rows.start > 1 and self._thinning.remembers:
             queries = torch.stack([self._queries[layer] for layer in layers], 1) if self._asked else None
             s.memory = s.memory.grown([p for p, _ in self._asked], [t for _, t in self._asked], queries, self._after)
 
@@ -105,7 +105,7 @@ def asked(thinning: Thinning, start: int, end: int) -> list[tuple[int, int]]:
 def remember(store: "Store", s: Sequence, thinning: Thinning) -> None:
     """Remember asks among the tokens that were generated since; their queries are among the newest."""
     start = max(s.memory.until, s.queries_from)
-    if thinning.score != "intent" or start >= s.num_tokens or not store.queries.holds(s.ring):
+    if not thinning.remembers or start >= s.num_tokens or not store.queries.holds(s.ring):
         return
     new = asked(thinning, start, s.num_tokens)
     queries = None
@@ -130,12 +130,13 @@ def scored(store: "Store", s: Sequence, thinning: Thinning, layer: int, keys: Te
         newest = store.queries.read(layer, s.ring, max(s.queries_from, s.num_tokens - NUM_QUERIES), s.num_tokens)
         return avg_pool1d(column_scores(newest, keys, s.scale, "mass", there), POOL, 1, POOL // 2)
     if thinning.score == "intent" and s.memory.positions:
-        return _by_intent(store, s, thinning, layer, keys, there)
+        return by_intent(store, s, thinning, layer, keys, there)
     # what is newest is the best guess where nothing else is known
     return positions.expand(heads, n)
 
 
-def _by_intent(store: "Store", s: Sequence, thinning: Thinning, layer: int, keys: Tensor, there: Tensor) -> Tensor:
+def by_intent(store: "Store", s: Sequence, thinning: Thinning, layer: int, keys: Tensor, there: Tensor) -> Tensor:
+    """As scored, by what is remembered of the session's asks, of which there is some."""
     q, weights = s.memory.of(layer), s.memory.weights(thinning.decay).to(keys.device)
     if thinning.rope == "moved" and store.inv_freq is not None:
         by = s.num_tokens - torch.tensor(s.memory.positions, device=q.device)

@@ -13,8 +13,9 @@ from kvstrata.ops import dense
 from kvstrata.ops.read import read_pages
 from kvstrata.store.anchors import eligible
 from kvstrata.store.arena import Arena, OutOfFramesError
-from kvstrata.store.contents import Overlay, tokens_of
-from kvstrata.store.gathered import EMPTY, Gathered, keep
+from kvstrata.store.contents import Overlay
+from kvstrata.store.gathered import keep
+from kvstrata.store.integrity import check_integrity
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Page, Sequence
 from kvstrata.store.prefix import PrefixIndex, page_key
@@ -22,7 +23,7 @@ from kvstrata.store.queries import NONE, Queries
 from kvstrata.store.signals import check_head, remember, scored, wants_newest
 from kvstrata.store.step import Step
 from kvstrata.store.tables import TableBuilder, alone
-from kvstrata.store.thin import is_due, thin
+from kvstrata.store.thin import is_due, thin, thinnable
 from kvstrata.types import PAGE_SIZE, Plan, Thinning, Tier
 
 
@@ -244,6 +245,11 @@ class Store:
 
     def _thin(self, s: Sequence, thinning: Thinning) -> None:
         if not is_due(s, thinning):
+            for p in thinnable(s, thinning):
+                # what may be thinned takes no more than what is left of it would
+                if s.pages[p].tier > thinning.tier:
+                    s.pages[p] = self._demote(s.pages[p], thinning.tier, s.pages[p].live)
+                    s.version += 1
             return
         s.thinned += thin(self, s, thinning, lambda layer, k, v, there: scored(self, s, thinning, layer, k, there))
         self.new_epoch(s)
@@ -369,32 +375,4 @@ class Store:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where frames, references, pages and sequences disagree."""
-        references = np.zeros(self.arena.num_frames, dtype=np.int32)
-        pages: list[Page | Gathered] = [page for s in self.sequences for page in s.pages]
-        pages += [page for s in self.sequences for page in (*s.anchors, *s.survivors)]
-        for page in [*pages, *self.prefix.pages()]:
-            assert len(page.frames) == self.layout.frames(page.tier), f"{page} has {len(page.frames)} frames"
-            np.add.at(references, list(page.frames), 1)
-        if self._step is not None:
-            np.add.at(references, self._step.reserved, 1)
-        self.arena.check_integrity(references)
-        rings = [s.ring for s in self.sequences] + (self._step.rings if self._step is not None else [])
-        held = [rings.count(i) for i in range(len(self.queries.ref_counts))]
-        assert held == self.queries.ref_counts, f"rings of queries are held {held} times, counted {self.queries.ref_counts}"
-        for s in self.sequences:
-            assert len(s.pages) == -(-s.num_tokens // PAGE_SIZE), f"sequence {s.id}: {len(s.pages)} pages for {s.num_tokens} tokens"
-            assert len(s.keys) <= s.settled <= len(s.pages), f"sequence {s.id}: settled {s.settled}, keys {len(s.keys)}"
-            live = eligible(s.pages[: s.settled])
-            for page in s.anchors:
-                assert np.array_equal(keep(page, live).positions, page.positions), f"sequence {s.id}: an anchor's token does not live"
-            self._check_survivors(s)
-
-    def _check_survivors(self, s: Sequence) -> None:
-        there = np.zeros((self.config.num_layers, self.config.num_kv_heads, s.num_tokens), np.int64)
-        for page in s.survivors:
-            layer, head, slot = np.nonzero(page.positions != EMPTY)
-            np.add.at(there, (layer, head, page.positions[layer, head, slot]), 1)
-        for p, old in enumerate(s.pages):
-            live = np.flatnonzero(tokens_of([old.live])[0][: s.num_tokens - p * PAGE_SIZE])
-            there[:, :, p * PAGE_SIZE + live] += 1
-        assert there.max(initial=0) <= 1, f"sequence {s.id}: a token lives twice"
+        check_integrity(self, [] if self._step is None else self._step.reserved, [] if self._step is None else self._step.rings)

@@ -33,6 +33,18 @@ def thinnable(s: Sequence, thinning: Thinning) -> list[int]:
     return [p for p in range(s.settled) if s.pages[p].frames and p not in thinning.spared]
 
 
+def living(store: "Store", s: Sequence) -> tuple[tuple[float, ...], int, Tier]:
+    """Of each page, the share of its tokens that lives on as survivors, over layers and KV heads; how many pages those fill,
+    and their highest tier."""
+    if not s.survivors:
+        return (), 0, Tier.BF16
+    counts = np.zeros(len(s.pages), np.int64)
+    for page in s.survivors:
+        np.add.at(counts, page.positions[page.positions != EMPTY] // PAGE_SIZE, 1)
+    shares = counts / (PAGE_SIZE * store.config.num_layers * store.config.num_kv_heads)
+    return tuple(shares.tolist()), len(s.survivors), max(page.tier for page in s.survivors)
+
+
 def is_due(s: Sequence, thinning: Thinning) -> bool:
     """Whether there are too many tokens, or too many pages for those that there are."""
     pages = thinnable(s, thinning)

@@ -13,6 +13,7 @@ from kvstrata.ops.score import NUM_QUERIES
 from kvstrata.ops.share import output_shares
 from kvstrata.store.contents import Contents
 from kvstrata.store.page import Sequence
+from kvstrata.store.signals import by_intent
 from kvstrata.types import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -34,14 +35,25 @@ def weigh(store: "Store", s: Sequence) -> None:
     pages = s.num_tokens // PAGE_SIZE
     if weighing is None or not store.queries.holds(s.ring) or first >= s.num_tokens or not pages:
         return
-    contents, total = Contents(store, s, s.num_tokens), torch.zeros(pages)
+    contents, total, aligned = Contents(store, s, s.num_tokens), torch.zeros(pages), torch.zeros(pages)
+    thinning = s.plan.thinning if weighing.intent and s.memory.positions else None
     for layer in range(store.config.num_layers):
         keys, values, _, there = contents.read(layer, store.arena.buffer[layer])
         q = store.queries.read(layer, s.ring, first, s.num_tokens)
         shares = output_shares(q, keys, values, s.scale, there).sum(0)
-        total += shares[: pages * PAGE_SIZE].view(-1, PAGE_SIZE).sum(1).cpu()
-    s.weights = rounded(total.double().numpy() + weighing.decay * pad_to(s.weights, pages))
+        total += _by_page(shares, pages)
+        if thinning is not None:
+            aligned += _by_page(by_intent(store, s, thinning, layer, keys, there).sum(0), pages)
+    newest = total.double().numpy()
+    if thinning is not None:
+        newest *= (rounded(aligned.double().numpy()) / max(float(aligned.double().mean()), 1e-30)) ** weighing.intent
+    s.weights = rounded(newest + weighing.decay * pad_to(s.weights, pages))
     s.weighed_at = s.num_tokens
+
+
+def _by_page(tokens: torch.Tensor, pages: int) -> torch.Tensor:
+    """[n] -> sums of whole pages, [pages]."""
+    return tokens[: pages * PAGE_SIZE].view(-1, PAGE_SIZE).sum(1).cpu()
 
 
 def pad_to(weights: NDArray[np.float64], pages: int) -> NDArray[np.float64]:
