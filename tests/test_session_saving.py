@@ -142,7 +142,7 @@ def test_a_loaded_session_goes_on_bit_by_bit(
     s = session._sequence
     # what the case is there for is there
     assert bool(s.anchors) == (policy == "hyquant")
-    assert bool(s.survivors) == (policy in ("intentkv", "h2o", "snapkv"))
+    assert bool(s.survivors) == (policy in ("intentkv", "h2o", "snapkv", "strata"))
     assert bool(len(s.weights)) == (policy == "strata")
     assert bool(s.memory.positions) == (policy == "intentkv")
     assert (s.received is not None) == (policy == "h2o")
