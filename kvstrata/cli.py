@@ -221,7 +221,7 @@ def train_intent(
     width: Annotated[int, typer.Option(help="Of what looks at a token when it is stored.", min=1)] = 32,
     received: Annotated[
         bool, typer.Option(help="Look at the attention that tokens received so far; sessions then have to count it.")
-    ] = True,
+    ] = False,
     seed: Annotated[int, typer.Option(help="Draws tokens, weights and order.")] = 0,
     device: Device = "cpu",
 ) -> None:

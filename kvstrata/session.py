@@ -301,7 +301,7 @@ class Session:
         last = len(token_ids) - 1
         if self._cache.sequence_ids:
             stored = self._sequence.token_ids
-            common = min(_common(stored, token_ids), last, self._sequence.found(spans))
+            common = self._sequence.found(spans, min(_common(stored, token_ids), last))
             if common < len(stored):
                 self._cache.crop(common - len(stored))
         else:

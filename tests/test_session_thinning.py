@@ -144,6 +144,9 @@ def test_what_is_renumbered_is_not_found_by_the_next_request(
             session.store.check_integrity()
             # the instructions' two pages are spared by one, the sink page alone by the other
             assert session.report.reused_tokens == (found if renumber else 1600)
+            # and so where a request leaves what is stored before its end
+            session.feed([*ids[:1650], *range(50)], (*spans, reply, asked), logits_to_keep=1)
+            assert session.report.reused_tokens == (found if renumber else 1650)
             assert session.report.thinned > 1000
     assert all(x.isfinite().all() for x in out)
 

@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 
 def train_on(
     model: PreTrainedModel, name: str, conversations: Sequence[Sample], out: Path, *, judges: int = 0, rank: int = 0, width: int = 32,
-    received: bool = True, epochs: int = 12, seed: int = 0, progress: Progress = lambda what, done, total: None,
+    received: bool = False, epochs: int = 12, seed: int = 0, progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write OUT and OUT.json, whole or not at all; -> the report. judges: the last conversations, that many, judge and teach nothing; 0:
     every fourth. rank, width, received: as HeadConfig has them. Raises ValueError for too few conversations or turns."""

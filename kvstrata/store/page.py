@@ -88,15 +88,15 @@ class Sequence:
         survivors = sum(((page.positions != EMPTY).sum(-1) for page in self.survivors), np.zeros((1, 1), np.int64))
         return sum(page.live_tokens for page in self.pages) + int(survivors.max())
 
-    def found(self, spans: Iterable[Span]) -> int:
-        """How many of its first tokens a request that goes on with `spans` finds again: all, unless the plan renumbers what it thinned. A
-        reply belongs to the request before it."""
+    def found(self, spans: Iterable[Span], common: int) -> int:
+        """How many of the `common` first tokens that a request of `spans` shares with it are found again: all, unless the plan renumbers
+        what it thinned. A reply belongs to the request before it."""
         thinning = self.plan.thinning
-        if thinning is not None and thinning.renumber and any(s.role not in REPLY for s in spans if s.end > self.num_tokens):
+        if thinning is not None and thinning.renumber and any(s.role not in REPLY for s in spans if s.end > common):
             for p, page in enumerate(self.pages):
                 if gone := FULL & ~page.live:
-                    return min(p * PAGE_SIZE + (gone & -gone).bit_length() - 1, self.num_tokens)
-        return self.num_tokens
+                    return min(p * PAGE_SIZE + (gone & -gone).bit_length() - 1, common)
+        return common
 
     @property
     def held(self) -> list[tuple[int, ...]]:
