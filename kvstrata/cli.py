@@ -13,7 +13,7 @@ import typer
 
 from kvstrata import cli_compare
 from kvstrata.eval.models import Device
-from kvstrata.options import Budget, Codec, DenseType, Model, Policy, Settings, TierName, Traces, Window, make_setting, named_value
+from kvstrata.options import Budget, Codec, DenseType, Model, Policy, Quality, Settings, TierName, Traces, Window, make_setting, named_value
 from kvstrata.terminal import check_output, complain, err, fail, load_model, load_tokenizer, out, print_table, progress_bar, usage_errors
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ def evaluate_command(
     policy: Policy = "uniform",
     tier: TierName = None,
     budget_bits: Budget = None,
+    quality: Quality = None,
     codec: Codec = "planes",
     window: Window = None,
     settings: Settings = None,
@@ -49,7 +50,7 @@ def evaluate_command(
         from kvstrata.eval.protocols import check_protocol
         from kvstrata.eval.traces import load_traces
 
-        setting = make_setting(policy, tier, budget_bits, codec, window, dense_dtype, settings)
+        setting = make_setting(policy, tier, budget_bits, codec, window, dense_dtype, settings, quality)
         check_protocol(protocol)
         facts(needles)
         if compare:
@@ -269,6 +270,7 @@ def chat(
     policy: Policy = "uniform",
     tier: TierName = None,
     budget_bits: Budget = None,
+    quality: Quality = None,
     codec: Codec = "planes",
     window: Window = None,
     settings: Settings = None,
@@ -278,7 +280,7 @@ def chat(
 ) -> None:
     """Talk to a model whose cache is stored in strata; an empty line or end of file ends it."""
     with usage_errors():
-        setting = make_setting(policy, tier, budget_bits, codec, window, None, settings)
+        setting = make_setting(policy, tier, budget_bits, codec, window, None, settings, quality)
     loaded, tokenizer = load_model(model, device)
     from kvstrata.session import Session
 

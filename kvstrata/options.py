@@ -28,6 +28,12 @@ Traces = Annotated[
 ]
 
 
+Quality = Annotated[
+    float | None,
+    typer.Option(help="Predicted KL, nats a token, to stay under at the fewest bytes; policy strata; instead of --budget-bits."),
+]
+
+
 def make_setting(
     policy: str,
     tier: str | None,
@@ -36,6 +42,7 @@ def make_setting(
     window: int | None,
     dense_dtype: str | None,
     settings: list[str] | None = None,
+    quality: float | None = None,
 ) -> "Setting":
     """A setting, its names checked. Raises ValueError naming the accepted ones."""
     from kvstrata.eval.results import Setting
@@ -57,7 +64,7 @@ def make_setting(
         make_policy(policy, tier=parsed)
     options = dict(map(named_value, settings or ()))
     make_policy(policy, **options)
-    return Setting(policy, parsed, budget_bits, codec, window, dense_dtype, tuple(options.items()))
+    return Setting(policy, parsed, budget_bits, codec, window, dense_dtype, tuple(options.items()), quality)
 
 
 def named_value(text: str) -> tuple[str, Any]:

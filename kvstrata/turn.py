@@ -50,6 +50,8 @@ class TurnReport:
     floor_bytes: int = 0
     """Bytes of the policy's cheapest plan, where at some time of the turn it stood in for one within the budget, less what the window was
     yet to grow by; 0 where the budget was always enough."""
+    plan_loss: float | None = None
+    """Loss a token of the plan, as its policy counts it; None where it does not."""
     predicted_kl: float | None = None
     """KL against an uncompressed cache, nats a token, that the plan is predicted to have; None where nobody says, or something is gone."""
 
@@ -77,7 +79,7 @@ def turn_report(
         bytes_freed=full - sum(layout.page_bytes(page.tier) for page in s.survivors) if full else 0,
         peak_bytes=max(s.peak_frames, s.frames) * layout.frame_bytes + bytes_queries + bytes_outside,
         peak_tokens=max(s.peak_tokens, sum(page.live_tokens for page in s.pages) + survivors), floor_bytes=floor_bytes,
-        predicted_kl=s.plan.predicted_kl,
+        plan_loss=s.plan.loss, predicted_kl=s.plan.predicted_kl,
     )  # fmt: skip
 
 

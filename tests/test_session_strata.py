@@ -168,7 +168,7 @@ def test_asks_are_remembered_before_anything_has_to_go(model: PreTrainedModel, t
 
 def test_quality_takes_the_bytes_that_it_needs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     told, bits, path = conversation(2600), [], tmp_path / "profile.json"
-    path.write_text(replace(load_profile("qwen05"), law=Law(666.0, 1.6, 1e-4, 1e-2)).to_json())
+    path.write_text(replace(load_profile("qwen05"), law=Law(0.0, 666.0, 1.6, 1e-4, 1e-2)).to_json())
     for quality in (0.0005, 0.005, 0.05):
         with Session(model, tokenizer, "strata", quality=quality, policy_settings={"profile": str(path)}, capacity_tokens=2800) as session:
             for end in (2200, 2400, 2401, 2433, 2600):

@@ -19,6 +19,7 @@ class Setting:
     """How the cache is stored.
 
     tier: for the policies that take one. window, dense_dtype: None = the session's choice. options: further settings of the policy.
+    quality: predicted KL.
     """
 
     policy: str = "uniform"
@@ -28,8 +29,14 @@ class Setting:
     window: int | None = None
     dense_dtype: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    quality: float | None = None
 
     def __post_init__(self) -> None:
+        for name, value in (("tier", self.tier), ("budget_bits", self.budget_bits)):
+            if value is not None and self.quality is not None:
+                raise ValueError(f"{name} {value:g} and quality {self.quality:g} exclude each other; give one")
+        if self.quality is not None and not (math.isfinite(self.quality) and self.quality > 0):
+            raise ValueError(f"quality is {self.quality}; it must be a positive number of nats a token")
         if self.tier is not None and self.budget_bits is not None:
             raise ValueError(f"tier {self.tier.name} and budget_bits {self.budget_bits:g} exclude each other; give one")
         if self.budget_bits is not None and not (math.isfinite(self.budget_bits) and self.budget_bits > 0):
@@ -42,6 +49,8 @@ class Setting:
             parts.append(self.tier.name)
         if self.budget_bits is not None:
             parts.append(f"{self.budget_bits:g} bits")
+        if self.quality is not None:
+            parts.append(f"KL {self.quality:g}")
         if self.codec != "planes" and self.policy != "uniform":
             parts.append(f"({self.codec})")
         return " ".join(parts)
@@ -51,6 +60,7 @@ class Setting:
         return {
             "policy": self.policy,
             "budget_bits": self.budget_bits,
+            "quality": self.quality,
             "policy_settings": dict(self.options) | ({} if self.tier is None else {"tier": self.tier}),
             "codec": self.codec,
             "window": self.window,

@@ -40,23 +40,25 @@ def distance_bins(num_pages: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """KL = scale * loss ** power, in nats a token: what plans of so much loss a token were measured to lose (eval/quality_study.py).
+    """KL = floor + scale * loss ** power, in nats a token: what plans of so much loss a token were measured to lose
+    (eval/quality_study.py).
     low, high: losses between which that was seen."""
 
+    floor: float
     scale: float
     power: float
     low: float
     high: float
 
     def __post_init__(self) -> None:
-        if not (0 < self.scale < LARGEST and 0 < self.power < 16 and 0 < self.low <= self.high < LARGEST):
-            raise ValueError(f"{self} is no law; scale, power and low must be above 0, high no less than low, all finite")
+        if not (0 <= self.floor < LARGEST and 0 < self.scale < LARGEST and 0 < self.power < 16 and 0 < self.low <= self.high < LARGEST):
+            raise ValueError(f"{self} is no law; floor must be 0 or more, scale, power and low above 0, high no less than low, all finite")
 
     def kl(self, loss: float) -> float:
-        return float(self.scale * loss**self.power)
+        return float(self.floor + self.scale * loss**self.power)
 
     def loss(self, kl: float) -> float:
-        return float((kl / self.scale) ** (1 / self.power))
+        return float((max(kl - self.floor, 0.0) / self.scale) ** (1 / self.power))
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,11 @@ class Profile:
                 for m in MEASURES:
                     loss[m][code] = _numbers(row[m], (len(bits),))
             law = data.get("law")
-            law = None if law is None else Law(**{name: float(_numbers(law[name], ())) for name in ("scale", "power", "low", "high")})
+            law = (
+                None
+                if law is None
+                else Law(**{name: float(_numbers(law[name], ())) for name in ("floor", "scale", "power", "low", "high")})
+            )
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError, OverflowError) as error:
             raise ValueError(f"not a sensitivity profile: {type(error).__name__} {error}") from error
         made = data.get("made", {})

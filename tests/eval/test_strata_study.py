@@ -46,7 +46,7 @@ def test_verdicts_pool_conversations_and_say_met_or_missed() -> None:
 
 def test_an_interrupted_study_goes_on(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace("one", [*MESSAGES[:1], {"role": "user", "content": "A line of the report. " * 40}, *MESSAGES[1:]], [TOOL])
-    monkeypatch.setattr(study, "load", lambda name: (tiny_model(), tokenizer))
+    monkeypatch.setattr(study, "load", lambda name, device="cpu": (tiny_model(), tokenizer))
     monkeypatch.setattr(study, "load_traces", lambda source, count: type("Loaded", (), {"traces": (trace,)}))
     out = tmp_path / "strata"
     study.main(out, "tiny", "budgets", "0", "default", "strata, 3")

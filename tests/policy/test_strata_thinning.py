@@ -131,7 +131,7 @@ def test_the_market_is_solved_to_the_best_there_is() -> None:
 @pytest.fixture
 def lawful(tmp_path) -> str:
     path = tmp_path / "profile.json"
-    profile = dataclasses.replace(load_profile("qwen05"), law=Law(300.0, 1.5, 1e-4, 1e-2))
+    profile = dataclasses.replace(load_profile("qwen05"), law=Law(0.0, 300.0, 1.5, 1e-4, 1e-2))
     path.write_text(profile.to_json())
     assert Profile.from_json(path.read_text()).law == profile.law
     return str(path)
@@ -189,13 +189,13 @@ def test_quality_needs_a_law_and_a_policy_that_predicts(tmp_path) -> None:
     with pytest.raises(ValueError, match="does not say what KL a loss means"):
         make_policy("strata", profile=str(path)).plan(AGENT, N, Signals(4), Budget(PAGE, N, ELEMENTS, quality=0.01))
     for bad in (
-        {"scale": 0.0, "power": 1.0, "low": 1.0, "high": 2.0},
-        {"scale": 1.0, "power": 1.0, "low": 2.0, "high": 1.0},
+        {"floor": 0.0, "scale": 0.0, "power": 1.0, "low": 1.0, "high": 2.0},
+        {"floor": 0.0, "scale": 1.0, "power": 1.0, "low": 2.0, "high": 1.0},
         {"scale": 1.0},
     ):
         document = json.loads(path.read_text()) | {"law": bad}
         path.write_text(json.dumps(document))
-        with pytest.raises(ValueError, match=r"law|scale|power"):
+        with pytest.raises(ValueError, match=r"law|floor|scale"):
             Profile.from_json(path.read_text())
     with pytest.raises(ValueError, match="exactly one of them"):
         Budget(PAGE, N, ELEMENTS, bits=3.0, quality=0.01)
