@@ -39,7 +39,7 @@ $(VENV_VLLM)/.stamp: tests/adapters/vllm/requirements.txt pyproject.toml
 	touch $@
 
 test-vllm: setup-vllm model-smollm2
-	$(VENV_VLLM)/bin/python -m pytest tests/adapters/vllm $(ARGS)
+	$(VENV_VLLM)/bin/python -m pytest --durations=15 tests/adapters/vllm $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -65,6 +65,9 @@ def line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         turns = list(row["first_token"].values())
         out += f"\n    hit rate {row['hit_rate']:.2f}, {row['preemptions']:.0f} preemptions, first token p50 by turn (s): "
         out += " ".join(f"{t['p50']:.2f}" for t in turns) + f"; p95 of the last {turns[-1]['p95']:.2f}"
+    if "books" in row:
+        b = row["books"]
+        out += f"\n    pages: {b['found_pages']} found, {b['demoted_pages']} demoted, {b['dropped_pages']} lost; cached {b['cached_pages']}"
     for phase, found in row.get("profile", {}).items():
         step = found["step_ms"] or 0.0
         out += f"\n    {phase}: {found['steps']} steps, {step:.2f} ms in the median; looked into: {found['looked_into_ms']:.2f}, "
@@ -82,6 +85,7 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="folder; default: random weights in the shape of Qwen3 8B")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, for all")
+    parser.add_argument("--chat", action="store_true", help="turns are user messages of the model's chat template")
     parser.add_argument("--profile", action="store_true", help="look into a few steps of the first throughput load")
     parser.add_argument("--engine", default="{}", help="further arguments of the engine, as JSON, for all")
     parser.add_argument("--seconds", type=float, default=280.0, help="that a process may take")
@@ -97,7 +101,7 @@ def main() -> None:
             continue
         settings = json.loads(a.settings) if kv == SETTING else None
         setup = Setup(kv, int(a.gib * 2**30), tuple(asdict(load) for load in a.load), a.model, a.tensor_parallel, settings=settings,
-                      eager=a.eager, profile=a.profile, engine=json.loads(a.engine))  # fmt: skip
+                      eager=a.eager, profile=a.profile, chat=a.chat, engine=json.loads(a.engine))  # fmt: skip
         for row in run(setup, left):
             rows.append(row)
             print(line(row, rows), flush=True)

@@ -22,6 +22,8 @@ from benchmarks.vllm_profile import StepProfile
 SETTING = "strata"
 """As a kv_cache_dtype: kvstrata's own. Others are the engine's."""
 RESULT = "RESULT "
+FRAMING = 64
+"""Tokens that a chat template may put around a turn."""
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
@@ -60,7 +62,8 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """kv: a kv_cache_dtype of the engine, or `strata`. model: a folder; None: random weights in the shape of Qwen3 8B.
-    kv_bytes: of the KV cache, per rank. settings: kvstrata's, for `strata`. profile: look into steps of the first load of throughput."""
+    kv_bytes: of the KV cache, per rank. settings: kvstrata's, for `strata`. profile: look into steps of the first load of throughput.
+    chat: turns of a replay are user messages of the model's chat template."""
 
     kv: str
     kv_bytes: int
@@ -72,6 +75,7 @@ class Setup:
     eager: bool = False
     profile: bool = False
     seed: int = 0
+    chat: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
 
     def parsed(self) -> list[Load]:
@@ -86,13 +90,14 @@ def start(setup: Setup) -> Any:
         folder, weights = str(Path(tempfile.gettempdir()) / "qwen3-8b-shape"), "dummy"
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "config.json").write_text(json.dumps(QWEN3_8B))
+    longest = max(load.longest + setup.chat * FRAMING * load.turns for load in setup.parsed())
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]}
     arguments: dict[str, Any] = {"kv_cache_dtype": setup.kv}
     if setup.kv == SETTING:
         arguments = {"additional_config": {"kvstrata": setup.settings or {}}}
     return LLM(**{
         "model": folder, "skip_tokenizer_init": True, "load_format": weights, "dtype": "bfloat16", "enable_prefix_caching": True,
-        "max_model_len": max(load.longest for load in setup.parsed()), "kv_cache_memory_bytes": setup.kv_bytes,
+        "max_model_len": longest, "kv_cache_memory_bytes": setup.kv_bytes,
         "max_num_seqs": setup.max_num_seqs, "max_num_batched_tokens": 8192, "tensor_parallel_size": setup.tensor_parallel,
         "enforce_eager": setup.eager, "disable_log_stats": False, "compilation_config": {"mode": 0, **({} if setup.eager else graphs)},
     } | arguments | setup.engine)  # fmt: skip
@@ -100,6 +105,19 @@ def start(setup: Setup) -> Any:
 
 def vocabulary(llm: Any) -> int:
     return int(llm.llm_engine.vllm_config.model_config.get_vocab_size())
+
+
+def framing(llm: Any) -> tuple[list[int], list[int], list[int]]:
+    """Token ids of the model's chat template: before the first user message, after one, and between a reply and the next."""
+    tokenizer = llm.get_tokenizer()
+    marks = ["@0@", "@1@", "@2@"]
+    messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)]
+    rest, parts = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), []
+    for mark in marks:
+        part, rest = rest.split(mark)
+        parts.append(tokenizer.encode(part, add_special_tokens=False))
+    before, after, between = parts
+    return before, after, between
 
 
 def params(tokens: int) -> Any:
@@ -130,9 +148,12 @@ def throughput(llm: Any, load: Load, seed: int, look: Callable[[Any], None] | No
     return {"seconds": seconds, "output_tokens_a_second": written / seconds, "first_token_seconds": first - begin}
 
 
-def replay(llm: Any, load: Load, seed: int, look: Callable[[Any], None] | None = None) -> dict[str, Any]:
+def replay(llm: Any, load: Load, seed: int, look: Callable[[Any], None] | None = None, chat: bool = False) -> dict[str, Any]:
     """All sessions at once; each sends its next turn as soon as it has the reply to the last."""
-    engine, words = llm.llm_engine, vocabulary(llm)
+    engine, words = llm.llm_engine, range(vocabulary(llm))
+    before, after, between = framing(llm) if chat else ([], [], [])
+    # no message holds a mark of the template
+    marks = set(llm.get_tokenizer().added_tokens_decoder) if chat else set()
     rngs = [random.Random(f"{seed}-{s}") for s in range(load.requests)]
     history: list[list[int]] = [[] for _ in rngs]
     turn, sent, first = [0] * len(rngs), [0.0] * len(rngs), defaultdict(list)
@@ -141,7 +162,9 @@ def replay(llm: Any, load: Load, seed: int, look: Callable[[Any], None] | None =
 
     def send(s: int) -> None:
         rng = rngs[s]
-        history[s] += [rng.randrange(words) for _ in range(rng.randint(load.input_tokens // 2, load.input_tokens))]
+        text = [rng.choice(words) for _ in range(rng.randint(load.input_tokens // 2, load.input_tokens))]
+        text = [i for i in text if i not in marks]
+        history[s] += [*(between if history[s] else before), *text, *after]
         sent[s] = time.perf_counter()
         waiting.add(s)
         wanted = rng.randint(max(1, load.output_tokens // 3), load.output_tokens)
@@ -172,6 +195,12 @@ def replay(llm: Any, load: Load, seed: int, look: Callable[[Any], None] | None =
         "seconds": seconds, "turns_a_second": sum(turn) / seconds, "output_tokens_a_second": written / seconds, "hit_rate": found / asked,
         "first_token": {t: {"p50": statistics.median(x), "p95": sorted(x)[int(0.95 * (len(x) - 1))]} for t, x in sorted(first.items())},
     }  # fmt: skip
+
+
+def books(llm: Any) -> dict[str, Any]:
+    """What the strata's scheduler counted since the start."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return asdict(scheduler.figures.figures(scheduler.running))
 
 
 def preemptions(llm: Any) -> float:
@@ -214,7 +243,12 @@ def main() -> None:
     for load in setup.parsed():
         before = preemptions(llm)
         look = profile if load.scenario == "throughput" and profile is not None and not profile.done else None
-        result = {"throughput": throughput, "replay": replay}[load.scenario](llm, load, setup.seed, look)
+        if load.scenario == "throughput":
+            result = throughput(llm, load, setup.seed, look)
+        else:
+            result = replay(llm, load, setup.seed, look, setup.chat)
+        if setup.kv == SETTING:
+            result["books"] = books(llm)
         row = {**common, **asdict(load), "kv_tokens": capacity(llm, setup, load.longest - 16), **result,
                "preemptions": preemptions(llm) - before}  # fmt: skip
         if look is not None:

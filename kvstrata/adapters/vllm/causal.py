@@ -2,7 +2,8 @@
 
 An engine shares pages between requests by their token ids, and a page of the engine keeps its tier for life. So a tier must not depend on
 what follows: two requests with a common prefix get the same tiers for it, and what a query sees depends on token ids, not on how a prompt
-was cut, what was found in the cache, or who else runs. What is lost against policy/: pages do not age, and distance is not known.
+was cut, what was found in the cache, or who else runs. What is lost against policy/: pages age in the cache alone (ageing.py), and distance
+is not known.
 
 Under a budget page p may take what the allowance up to p leaves. `uniform` takes the highest tier that fits. `triaxial` finds the price
 at which the tags seen so far (and those the profile expects) would fill the allowance, buys each page the planes worth that price, and
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstrata.adapters.vllm.ageing import Losses, Worth
 from kvstrata.adapters.vllm.settings import EngineSettings
 from kvstrata.policy.profile import load_profile
 from kvstrata.policy.tags import NUM_TAGS
@@ -121,9 +123,14 @@ def hull(loss: NDArray[np.float64], frames: Sequence[int]) -> list[tuple[float, 
 class CausalPlanner:
     """Tiers of one request's pages. `tiers` grows by `extend`; what is there never changes."""
 
-    def __init__(self, settings: EngineSettings, layout: Layout, tag_page: TagPage | None = None, market: Market | None = None) -> None:
-        """tag_page, market: of policy triaxial."""
+    def __init__(
+        self, settings: EngineSettings, layout: Layout, tag_page: TagPage | None = None, market: Market | None = None,
+        worth: Worth | None = None,
+    ) -> None:  # fmt: skip
+        """tag_page, market: of policy triaxial. worth: where pages age; `losses` then grows beside `tiers`."""
         self.tiers: list[Tier] = []
+        self.losses: list[Losses] = []
+        self._worth_of = worth
         self._settings, self._layout, self._tag_page, self._market = settings, layout, tag_page, market
         self._allowance = None if settings.budget_bits is None else Allowance.of(settings, layout)
         self._spent = 0
@@ -141,6 +148,8 @@ class CausalPlanner:
 
     def _decide(self, page: int, token_ids: Sequence[int]) -> Tier:
         counts = self._tag_page(token_ids) if self._tag_page is not None else None
+        if self._worth_of is not None:
+            self.losses.append(self._worth_of.losses(counts))
         if page < self._settings.sinks:
             return Tier.BF16
         if self._allowance is None:

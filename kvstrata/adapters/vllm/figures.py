@@ -18,7 +18,9 @@ class Figures:
     """frames, held_frames: of the pool, and of them held by requests. frame_bytes: of one frame in all layers of this rank.
     capacity_tokens: that the pool holds when every request is as long as can be; bf16_tokens: that as many bytes hold in bfloat16.
     tokens: of running requests' settled pages, by tier, shared pages once for each. computed_tokens: of running requests.
-    found_pages, broken_pages: taken from the prefix cache, and found there with a frame gone, since the start."""
+    found_pages, broken_pages: taken from the prefix cache, and found there with a frame gone, since the start.
+    demoted_pages, dropped_pages: times that a page of the cache gave up planes, and pages that it lost, since the start.
+    cached_pages: that can be found, by tier, those that requests hold among them."""
 
     frames: int = 0
     held_frames: int = 0
@@ -28,7 +30,10 @@ class Figures:
     computed_tokens: int = 0
     found_pages: int = 0
     broken_pages: int = 0
+    demoted_pages: int = 0
+    dropped_pages: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
+    cached_pages: dict[str, int] = field(default_factory=dict)
 
 
 HELP = {
@@ -40,9 +45,13 @@ HELP = {
     "computed_tokens": "Tokens of running requests.",
     "found_pages": "Pages taken from the prefix cache.",
     "broken_pages": "Pages of the prefix cache of which a frame was gone.",
+    "demoted_pages": "Times that a page of the prefix cache gave up planes.",
+    "dropped_pages": "Pages that the prefix cache lost, for their frames were wanted.",
     "tokens": "Tokens of running requests' settled pages, by tier.",
+    "cached_pages": "Pages of the prefix cache, by tier.",
 }
-COUNTERS = ("found_pages", "broken_pages")
+COUNTERS = ("found_pages", "broken_pages", "demoted_pages", "dropped_pages")
+BY_TIER = ("tokens", "cached_pages")
 
 
 def figures_path(instance: str, rank: int) -> Path:
@@ -90,11 +99,11 @@ class Collector:
         families: dict[str, Any] = {}
         for name, text in HELP.items():
             family = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
-            families[name] = family(f"kvstrata_{name}", text, labels=[*names, *(["tier"] if name == "tokens" else [])])
+            families[name] = family(f"kvstrata_{name}", text, labels=[*names, *(["tier"] if name in BY_TIER else [])])
         for rank, path in self._paths.items():
             found = read(path)
             for name, value in asdict(found).items() if found is not None else ():
-                samples = value.items() if name == "tokens" else [(None, value)]
+                samples = value.items() if name in BY_TIER else [(None, value)]
                 for tier, number in samples:
                     families[name].add_metric([*self._labels.values(), rank, *([tier] if tier else [])], number)
         return list(families.values())

@@ -26,6 +26,7 @@ class EngineSettings:
     budget_bits: real bits a KV element, averaged over each request; a request counts as `horizon` tokens while it is shorter.
     tiers: that a page may have under a budget. profile: losses of each tag (triaxial).
     window: tokens of the aligned group that is BF16 until it is full; 0: the unfinished page alone. sinks: first pages, BF16.
+    ageing: lowest tier that pages of the prefix cache are demoted to when the pool runs short; None: they are lost as a whole.
     dense_dtype: what BF16 pages hold; None: bfloat16, or the model's own where that is float16.
     chat_template: the served template, as a file or as text, where it is not the tokenizer's own (triaxial's tags).
     """
@@ -38,6 +39,7 @@ class EngineSettings:
     window: int = 0
     sinks: int = 1
     horizon: int = 2048
+    ageing: Tier | None = None
     dense_dtype: str | None = None
     chat_template: str | None = None
 
@@ -69,7 +71,12 @@ class EngineSettings:
             raise ValueError(f"tier {self.tier.name} and budget_bits {self.budget_bits:g} are both given; accepted: one of them")
         if self.tier is None and self.budget_bits is None:
             object.__setattr__(self, "tier", Tier.INT4)
-        if self.policy == "triaxial":
+        if self.ageing is not None:
+            object.__setattr__(self, "ageing", check_quantized(self.ageing, "ageing"))
+            if self.tier is None and self.ageing not in self.tiers[:-1]:
+                lower = ", ".join(t.name for t in self.tiers[:-1]) or "none, for there is one tier"
+                raise ValueError(f"ageing is {self.ageing.name}; accepted: a tier below the highest of tiers: {lower}")
+        if self.policy == "triaxial" or self.ageing is not None:
             load_profile(self.profile)
 
     @classmethod
@@ -78,9 +85,20 @@ class EngineSettings:
         if not isinstance(values, dict):
             raise ValueError(f"{CONFIG_KEY} is {values!r}; accepted: a mapping of settings")
         try:
-            return from_dict(cls, values)
+            settings = from_dict(cls, values)
+            # a request may ask for a tier that has nothing to give up; a server that does was set up by mistake
+            if settings.ageing is not None and settings.tier is not None and settings.ageing >= settings.tier:
+                raise ValueError(f"ageing is {settings.ageing.name}; accepted: a tier below that of the pages, {settings.tier.name}")
+            return settings
         except ValueError as error:
             raise ValueError(f"{CONFIG_KEY}: {error}") from error
+
+    @property
+    def aged_tiers(self) -> tuple[Tier, ...]:
+        """Tiers that a page may have before it is demoted or after, ascending, but for BF16."""
+        if self.tier is None:
+            return self.tiers
+        return tuple(t for t in QUANTIZED if t <= self.tier)
 
     @property
     def group(self) -> int:
@@ -114,12 +132,12 @@ class EngineSettings:
         return self
 
 
-def check_quantized(value: Any) -> Tier:
+def check_quantized(value: Any, name: str = "tier") -> Tier:
     if type(value) is bool or not isinstance(value, str | int):
-        raise ValueError(f"tier is {str(value)[:40]!r}; accepted: {', '.join(t.name for t in QUANTIZED)}")
+        raise ValueError(f"{name} is {str(value)[:40]!r}; accepted: {', '.join(t.name for t in QUANTIZED)}")
     tier = Tier.parse(str(value)[:40])
     if tier not in QUANTIZED:
-        raise ValueError(f"tier is {tier.name}; accepted: {', '.join(t.name for t in QUANTIZED)}")
+        raise ValueError(f"{name} is {tier.name}; accepted: {', '.join(t.name for t in QUANTIZED)}")
     return tier
 
 

@@ -36,6 +36,13 @@ def test_defaults() -> None:
         ({"budget_bits": 3, "tiers": ["BF16"]}, "tiers is"),
         ({"budget_bits": 3, "horizon": 0}, "horizon is 0"),
         ({"budget_bits": 3, "profile": "nowhere.json"}, "no profile 'nowhere.json'"),
+        ({"budget_bits": 3, "ageing": True}, "ageing is 'True'; accepted: INT2, INT3, INT4, INT8"),
+        ({"budget_bits": 3, "ageing": "BF16"}, "ageing is BF16; accepted: INT2, INT3, INT4, INT8"),
+        ({"budget_bits": 3, "ageing": "INT8"}, "ageing is INT8; accepted: a tier below the highest of tiers: INT2, INT3, INT4"),
+        ({"budget_bits": 3, "tiers": ["INT2", "INT8"], "ageing": "INT4"}, "ageing is INT4; .* of tiers: INT2"),
+        ({"budget_bits": 3, "tiers": ["INT2"], "ageing": "INT2"}, "none, for there is one tier"),
+        ({"policy": "uniform", "tier": "INT3", "ageing": "INT3"}, "ageing is INT3; accepted: a tier below that of the pages, INT3"),
+        ({"policy": "uniform", "ageing": "INT2", "profile": "nowhere.json"}, "no profile 'nowhere.json'"),
         ({"budget_bits": 3, "dense_dtype": "int8"}, "dense_dtype is 'int8'; accepted: bfloat16, float16, float32"),
     ],
 )
@@ -51,6 +58,9 @@ def test_a_request_asks_for_less() -> None:
     assert request_settings(server, {"kvstrata_budget_bits": 3}).budget_bits == 3.0
     tiered = EngineSettings(policy="uniform", tier=Tier.INT4)
     assert request_settings(tiered, {"kvstrata_tier": "INT2"}).tier is Tier.INT2
+    # a request may have nothing that it could give up
+    ageing = EngineSettings.from_dict({"policy": "uniform", "tier": "INT4", "ageing": "int3"})
+    assert ageing.ageing is Tier.INT3 and request_settings(ageing, {"kvstrata_tier": "INT2"}).tier is Tier.INT2
 
 
 @pytest.mark.parametrize(

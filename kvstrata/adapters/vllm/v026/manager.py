@@ -1,50 +1,36 @@
 """Which blocks of the engine's pool are which frames. One prefix hash names one page, which owns as many blocks as its tier has frames.
 
-The engine's hash map holds a page's first frame under the page's hash. The others carry private hashes that are in no map: a block without
-a hash would go to the front of the free queue, and be lost before its page is.
-
 Invariants, which check_integrity looks at:
   1. free + held = all blocks but the null block; a block's ref_cnt is how many requests hold its page.
-  2. A page is found only if every one of its blocks still carries the hash that it was given; else its first block is evicted too.
+  2. A page is found only while all of its frames are its own (cached.py).
   3. A request's blocks are its pages' and its ring's, and the ring's are its own.
+  4. A request's pages are at their planned tiers, or lower where it found them demoted: it never holds more than its plan.
 Rows are append-only: nothing that a request holds is ever exchanged, so a worker's row cannot go stale.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from kvstrata.adapters.vllm.ageing import Worth
 from kvstrata.adapters.vllm.delta import NewPage, RequestDelta
 from kvstrata.adapters.vllm.geometry import stored_pages
+from kvstrata.adapters.vllm.v026.cached import BlockPage, CachedPages
 from kvstrata.adapters.vllm.v026.spec import FrameSpec
 from kvstrata.types import PAGE_SIZE, Tier
 
 
 @dataclass(eq=False, slots=True)
-class BlockPage:
-    """blocks: its frames, in the order of ops/frame.py. keys: the hash each was given when the page was registered."""
-
-    tier: Tier
-    blocks: list[KVCacheBlock]
-    keys: list[bytes] = field(default_factory=list)
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is registered, and none of its blocks was handed out since."""
-        return len(self.keys) == len(self.blocks) and all(b.block_hash == key for b, key in zip(self.blocks, self.keys, strict=True))
-
-
-@dataclass(eq=False, slots=True)
 class Holding:
-    """What one request holds. told: pages that the workers know of; -1: nothing yet, not even the ring."""
+    """What one request holds. told: pages that the workers know of; -1: nothing yet, not even the ring. ended: it will not come back."""
 
     pages: list[BlockPage] = field(default_factory=list)
     ring: list[KVCacheBlock] = field(default_factory=list)
     told: int = -1
+    ended: bool = False
 
 
 class FrameManager(FullAttentionManager):
@@ -58,10 +44,9 @@ class FrameManager(FullAttentionManager):
         self.holdings: dict[str, Holding] = {}
         self.found_pages = 0
         """Pages that requests took from the cache."""
-        self.broken_pages = 0
-        """Pages that were found in the cache with a frame gone."""
-        self._registered: dict[int, BlockPage] = {}
-        self._serial = count()
+        settings = kv_cache_spec.settings
+        self.worth = None if settings.ageing is None else Worth(settings, kv_cache_spec.layout)
+        self.cached = CachedPages(block_pool, self.kv_cache_group_id, self.frames, self.worth)
         self._requests: dict[str, Any] = {}
         self._plans: Any = None
 
@@ -76,7 +61,7 @@ class FrameManager(FullAttentionManager):
         num_local_computed_tokens: int, num_tokens_main_model: int, apply_admission_cap: bool = False,
     ) -> int:  # fmt: skip
         holding = self.holdings.get(request_id)
-        have = len(holding.pages) if holding else len(self._pages_of(new_computed_blocks))
+        have = len(holding.pages) if holding else len(self.cached.of(new_computed_blocks))
         stored = stored_pages(num_tokens, self.group)
         need = sum(self.frames[t] for t in self._tiers(request_id, stored)[have:stored])
         ring = 0 if holding is not None and holding.ring else self.ring_frames
@@ -86,14 +71,6 @@ class FrameManager(FullAttentionManager):
         tiers: list[Tier] = self._plans.tiers(self._requests[request_id], num_pages)
         return tiers
 
-    def _pages_of(self, blocks: Sequence[KVCacheBlock]) -> list[BlockPage]:
-        pages: list[BlockPage] = []
-        at = 0
-        while at < len(blocks):
-            pages.append(self._registered[blocks[at].block_id])
-            at += len(pages[-1].blocks)
-        return pages
-
     # taking them
 
     def add_local_computed_blocks(
@@ -101,11 +78,10 @@ class FrameManager(FullAttentionManager):
         num_external_computed_tokens: int,
     ) -> None:  # fmt: skip
         assert request_id not in self.holdings and not num_external_computed_tokens
-        pages = self._pages_of(new_computed_blocks)
+        pages = self.cached.of(new_computed_blocks)
         assert num_local_computed_tokens == len(pages) * PAGE_SIZE and num_local_computed_tokens % self.group == 0
-        assert [p.tier for p in pages] == self._tiers(request_id, len(pages))[: len(pages)], "a found page has another tier"
-        if pages:
-            self.block_pool.touch(new_computed_blocks)
+        assert [p.planned for p in pages] == self._tiers(request_id, len(pages))[: len(pages)], "a found page was planned otherwise"
+        self.cached.hold(pages)
         self.holdings[request_id] = Holding(pages)
         self.req_to_blocks[request_id] += new_computed_blocks
         self.num_cached_block[request_id] = len(pages)
@@ -115,11 +91,12 @@ class FrameManager(FullAttentionManager):
         holding = self.holdings.setdefault(request_id, Holding())
         new: list[KVCacheBlock] = []
         if not holding.ring:
-            holding.ring = self.block_pool.get_new_blocks(self.ring_frames)
+            holding.ring = self.cached.take(self.ring_frames)
             new += holding.ring
         stored = stored_pages(num_tokens, self.group)
         for tier in self._tiers(request_id, stored)[len(holding.pages) : stored]:
-            holding.pages.append(BlockPage(tier, self.block_pool.get_new_blocks(self.frames[tier])))
+            losses = self._plans.losses(request_id, len(holding.pages))
+            holding.pages.append(BlockPage(tier, self.cached.take(self.frames[tier]), tier, losses))
             new += holding.pages[-1].blocks
         self.req_to_blocks[request_id] += new
         return new
@@ -137,8 +114,15 @@ class FrameManager(FullAttentionManager):
     def remove_skipped_blocks(self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None) -> None:
         """Nothing is given back while a request runs."""
 
+    def ends(self, request_id: str) -> None:
+        """The request is about to be freed, and not because it is preempted."""
+        if request_id in self.holdings:
+            self.holdings[request_id].ended = True
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        self.holdings.pop(request_id, None)
+        holding = self.holdings.pop(request_id, None)
+        if holding is not None:
+            self.cached.release(holding.pages, ended=holding.ended)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 
@@ -152,37 +136,28 @@ class FrameManager(FullAttentionManager):
         if first >= last:
             return
         self.block_pool.cache_full_blocks(request, [p.blocks[0] for p in pages], first, last, PAGE_SIZE, self.kv_cache_group_id)
-        for page in pages[first:last]:
-            base, *others = page.blocks
-            page.keys = [base.block_hash]
-            for block in others:
-                key = make_block_hash_with_group_id(b"frame" + next(self._serial).to_bytes(8, "big"), self.kv_cache_group_id)
-                block.set_block_hash(key, num_tokens=base.block_hash_num_tokens)
-                page.keys.append(key)
-            self._registered[base.block_id] = page
+        self.cached.register(pages[first:last])
         self.num_cached_block[request_id] = last
 
     # the engine's is a classmethod, but it is called on the instance
     def find_longest_cache_hit(self, block_hashes: Any, max_length: int, *args: Any, **kwargs: Any) -> tuple[Any, int]:
         pages: list[BlockPage] = []
         for block_hash in block_hashes[: max_length // PAGE_SIZE]:
-            page = self._lookup(block_hash)
+            page = self.cached.find(block_hash)
             if page is None:
                 break
             pages.append(page)
         # only whole groups: what a query sees of its own group is in BF16
         del pages[len(pages) // (self.group // PAGE_SIZE) * (self.group // PAGE_SIZE) :]
+        if self.worth is not None:
+            self._fit(pages, max_length + 1)
         return ([b for page in pages for b in page.blocks],), len(pages) * PAGE_SIZE
 
-    def _lookup(self, block_hash: Any) -> BlockPage | None:
-        while (found := self.block_pool.get_cached_block(block_hash, [self.kv_cache_group_id])) is not None:
-            page = self._registered[found[0].block_id]
-            if page.whole:
-                return page
-            # another request may have left a whole page under the same hash
-            self.broken_pages += 1
-            self.block_pool.evict_blocks({found[0].block_id})
-        return None
+    def _fit(self, found: list[BlockPage], num_tokens: int) -> None:
+        """Let found pages give up planes where a request of so many tokens would have to wait for frames otherwise."""
+        rest = self.kv_cache_spec.max_frames(num_tokens) - sum(self.frames[p.planned] for p in found)
+        taken = sum(len(p.blocks) for p in found if p.is_free)
+        self.cached.fit(found, taken + max(0, rest) - self.block_pool.get_num_free_blocks())
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         """None: rows are not a block a page, so cascade attention cannot read them."""
@@ -219,6 +194,6 @@ class FrameManager(FullAttentionManager):
         assert not free & refs.keys() and len(free) + len(refs) == pool.num_gpu_blocks - 1, "a block leaked"
         for block in pool.blocks[1:]:
             assert block.ref_cnt == refs.get(block.block_id, 0), (block, refs.get(block.block_id, 0))
-        cached = [b.block_id for page in self._registered.values() if page.whole for b in page.blocks]
-        assert len(cached) == len(set(cached)), "a block is in two cached pages"
-        return {"free": len(free), "held": len(refs), "cached": len(cached), "total": pool.num_gpu_blocks - 1}
+        self.cached.check_integrity()
+        cached = sum(self.frames[tier] * pages for tier, pages in self.cached.by_tier.items())
+        return {"free": len(free), "held": len(refs), "cached": cached, "total": pool.num_gpu_blocks - 1}

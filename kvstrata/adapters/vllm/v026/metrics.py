@@ -39,11 +39,13 @@ class SchedulerFigures:
         )  # fmt: skip
 
     def figures(self, running: list[Any]) -> Figures:
-        manager = self._manager
+        manager, cached = self._manager, self._manager.cached
         return Figures(
             **self._fixed, held_frames=self._fixed["frames"] - manager.block_pool.get_num_free_blocks(),
             computed_tokens=sum(r.num_computed_tokens for r in running), found_pages=manager.found_pages,
-            broken_pages=manager.broken_pages, tokens={t.name: n for t, n in manager.tokens_by_tier.items()},
+            broken_pages=cached.broken, demoted_pages=cached.demoted, dropped_pages=cached.dropped,
+            tokens={t.name: n for t, n in manager.tokens_by_tier.items()},
+            cached_pages={t.name: n for t, n in cached.by_tier.items()},
         )  # fmt: skip
 
     def write(self, running: list[Any]) -> None:
@@ -55,7 +57,12 @@ class SchedulerFigures:
 
 def _setting(spec: Any) -> str:
     s = spec.settings
-    return f"policy {s.policy}, " + (f"{s.budget_bits:g} real bits" if s.tier is None else f"tier {s.tier.name}") + f", window {s.window}"
+    return (
+        f"policy {s.policy}, "
+        + (f"{s.budget_bits:g} real bits" if s.tier is None else f"tier {s.tier.name}")
+        + f", window {s.window}"
+        + ("" if s.ageing is None else f", ageing to {s.ageing.name}")
+    )
 
 
 def watch_metrics() -> None:

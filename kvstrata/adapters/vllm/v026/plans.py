@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from kvstrata.adapters.vllm.ageing import Losses, Worth
 from kvstrata.adapters.vllm.causal import CausalPlanner, Market
 from kvstrata.adapters.vllm.settings import EngineSettings, request_settings
 from kvstrata.adapters.vllm.tags import PageTagger, served_reader
@@ -14,10 +15,10 @@ from kvstrata.types import PAGE_SIZE, Tier
 
 
 class Plans:
-    def __init__(self, vllm_config: Any, spec: FrameSpec) -> None:
+    def __init__(self, vllm_config: Any, spec: FrameSpec, worth: Worth | None) -> None:
         settings = settings_of(vllm_config)
         assert settings is not None
-        self.settings, self.layout = settings, spec.layout
+        self.settings, self.layout, self._worth = settings, spec.layout, worth
         self._planners: dict[str, CausalPlanner] = {}
         self._markets: dict[EngineSettings, Market] = {}
         self._reader = None
@@ -32,6 +33,10 @@ class Plans:
         if len(planner.tiers) < num_pages:
             planner.extend(request.all_token_ids[: num_pages * PAGE_SIZE], num_pages)
         return planner.tiers
+
+    def losses(self, request_id: str, page: int) -> Losses:
+        """What a page whose tier is decided loses by age and tier; nothing is known where pages do not age."""
+        return self._planners[request_id].losses[page] if self._worth is not None else ()
 
     def forget(self, request_id: str) -> None:
         self._planners.pop(request_id, None)
@@ -51,7 +56,7 @@ class Plans:
 
     def _new(self, settings: EngineSettings) -> CausalPlanner:
         if self._reader is None:
-            return CausalPlanner(settings, self.layout)
+            return CausalPlanner(settings, self.layout, worth=self._worth)
         if settings not in self._markets:
             self._markets[settings] = Market.of(settings, self.layout)
-        return CausalPlanner(settings, self.layout, PageTagger(self._reader), self._markets[settings])
+        return CausalPlanner(settings, self.layout, PageTagger(self._reader), self._markets[settings], self._worth)

@@ -25,7 +25,7 @@ class Frames(Scheduler):
         self.frames = manager
         # since the last step: the engine preempts between steps too, when its prefix cache is reset
         self._preempted: list[str] = []
-        self.plans = Plans(vllm_config, manager.kv_cache_spec)
+        self.plans = Plans(vllm_config, manager.kv_cache_spec, manager.worth)
         manager.lend(self.requests, self.plans)
         self.figures = SchedulerFigures(vllm_config, kv_cache_config, manager)
 
@@ -49,6 +49,12 @@ class Frames(Scheduler):
             self.figures.write(self.running)
         return super().make_stats(*args, **kwargs)
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        done: bool = super().reset_prefix_cache(*args, **kwargs)
+        if done:
+            self.frames.cached.clear()
+        return done
+
     def shutdown(self) -> None:
         self.figures.remove()
         super().shutdown()
@@ -58,6 +64,7 @@ class Frames(Scheduler):
         self._preempted.append(request.request_id)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.frames.ends(request.request_id)
         self.plans.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 

@@ -5,6 +5,8 @@ import os
 os.environ |= {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false",
+    # the engine compiles parts of its sampler whatever its mode, once a process, for most of the time that a start takes
+    "TORCHDYNAMO_DISABLE": "1",
 }  # fmt: skip
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # the engine looks for a GPU's compilers, not for an interpreter

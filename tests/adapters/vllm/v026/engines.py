@@ -37,7 +37,7 @@ class Engine:
             "max_model_len": 1024, "max_num_batched_tokens": 256, "max_num_seqs": 16, "dtype": "float32", "enforce_eager": True,
             "compilation_config": {"mode": 0}, "disable_log_stats": True,
             # looking at all books takes as long as there are blocks
-            "num_gpu_blocks_override": 4000,
+            "num_gpu_blocks_override": 2500,
         }  # fmt: skip
         if settings is not None:
             defaults["additional_config"] = {"kvstrata": settings}

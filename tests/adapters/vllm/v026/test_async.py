@@ -61,3 +61,12 @@ def test_the_same_tokens_a_step_ahead(
         assert tokens(engine.run(wave)) == [want[work.index(item)] for item in wave]
     assert max(unknown) > 3, "steps were scheduled before tokens of the last were known"
     assert not arguments or engine.seen.preempted > 3
+
+
+def test_pages_age_a_step_ahead(start_ahead: Callable[..., Engine]) -> None:
+    """A request has ended while its last step is under way: its pages give up planes when the next step is scheduled, not before."""
+    engine = start_ahead(SETTINGS | {"ageing": "INT2"}, **SMALL)
+    frames = engine.scheduler.frames
+    for wave in (GROWING, GROWING[::-1]):
+        assert [len(r.tokens) for r in engine.run(wave)] == [n for _, n in wave]
+    assert frames.cached.demoted > 20 and frames.cached.broken == 0 and engine.seen.preempted > 3

@@ -10,33 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from kvstrata.adapters.hf import attached, cache_keyword, store_config
-from kvstrata.store.store import Store
-from kvstrata.types import PAGE_SIZE, Plan, Tier
+from kvstrata.types import PAGE_SIZE, Tier
 
 from .engines import Engine, mixed_work
+from .reference import by_transformers
 
 NUM_NEW = 12
 TEXT = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
-
-
-def by_transformers(folder: Path, tiers: list[Tier], prompt: list[int], generated: list[int], piece: int, layers: int | None) -> Tensor:
-    """Logits float32 [generated, vocabulary] of the same tokens, the prompt in pieces that end with pages."""
-    changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **changes)
-    store = Store(store_config(model, 1024, window=0, dense_dtype="float32"))
-    out = []
-    with attached(model, store, planner=lambda ids: Plan(tuple(tiers))) as cache, torch.no_grad():
-        for start in range(0, len(prompt), piece):
-            logits = model(torch.tensor([prompt[start : start + piece]]), **{cache_keyword(model): cache}).logits[0, -1]
-        out.append(logits)
-        for token in generated[:-1]:
-            out.append(model(torch.tensor([[token]]), **{cache_keyword(model): cache}).logits[0, -1])
-    return torch.stack(out)
 
 
 def compare(engine: Engine, folder: Path, prompt: list[int], layers: int | None = None) -> tuple[float, float]:

@@ -55,7 +55,7 @@ def test_preempted_and_resumed(start: Start, name: str) -> None:
         assert tokens(engine.run(wave)) == [want[i] for i in order]
     assert engine.seen.preempted > 3
     # pages lost a frame and were not taken for whole
-    assert engine.scheduler.frames.broken_pages > 0
+    assert engine.scheduler.frames.cached.broken > 0
 
 
 def test_without_prefix_caching(start: Start) -> None:

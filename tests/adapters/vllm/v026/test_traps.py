@@ -1,6 +1,7 @@
 """Where an add-on's cache has gone wrong inside an engine before, each as a test.
 
-Refusals at start are in test_config.py. Pages computed in a pruned context do not exist: nothing is evicted while a request runs.
+Refusals at start are in test_config.py; two ranks in test_parallel.py; a step ahead in test_async.py. Pages computed in a pruned context do
+not exist, for nothing that a request holds is evicted; what is found never spans a page that was lost (test_cached.py).
 """
 
 from collections.abc import Callable
