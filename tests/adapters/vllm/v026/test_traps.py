@@ -42,6 +42,7 @@ def test_in_one_engine(start: Callable[..., Engine]) -> None:
     a_prompt_found_in_the_step_that_computes_it(engine)
     prompts_of_every_length_around_a_page(engine)
     an_aborted_request_gives_its_blocks_back(engine)
+    a_session_of_streaming_inputs_is_refused(engine)
 
 
 def a_hit_and_a_first_chunk_share_a_batch(engine: Engine) -> None:
@@ -125,7 +126,7 @@ def test_graphs_are_declared_for_what_has_fixed_addresses_alone() -> None:
     assert PAGE_SIZE == 32
 
 
-def test_a_session_of_streaming_inputs_is_refused(start: Callable[..., Engine]) -> None:
-    processor = start(SETTINGS).llm.llm_engine.input_processor
+def a_session_of_streaming_inputs_is_refused(engine: Engine) -> None:
+    processor = engine.llm.llm_engine.input_processor
     with pytest.raises(ValueError, match="streaming input sessions are not supported; accepted: requests whose prompt is whole"):
         processor.process_inputs("a", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(), ("generate",), resumable=True)
