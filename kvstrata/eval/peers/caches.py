@@ -20,7 +20,8 @@ GROUP = 64
 class Quantized:
     """transformers.QuantizedCache. backend: quanto (axes 0 and -1) or hqq (0 and 1); sinks, window: kept dense beside it, which the class
     itself does not offer, and rounded so that no group of a channel mixes heads. By channel (axis -1) quanto takes no other lengths: it
-    runs no turns then."""
+    runs no turns then. flat: K and V as matrices, K of a row a channel, so that groups along axis 1 are of a channel's tokens: HQQ's axis 0
+    groups elements from all over a tensor, of several heads."""
 
     backend: str
     bits: int
@@ -28,11 +29,12 @@ class Quantized:
     axis_value: int
     sinks: int = 0
     window: int = 0
+    flat: bool = False
     masked = 0.0
 
     @property
     def protocols(self) -> tuple[str, ...]:
-        return ONCE if self.sinks or self.window or -1 in (self.axis_key, self.axis_value) else BOTH
+        return ONCE if self.flat or self.sinks or self.window or -1 in (self.axis_key, self.axis_value) else BOTH
 
     def open(self, model: PreTrainedModel, protocol: str) -> Cache:
         need({"quanto": "optimum.quanto", "hqq": "hqq.core.quantize"}[self.backend])
@@ -43,7 +45,7 @@ class Quantized:
         once = protocol == "oneshot"
         # quanto would first compile kernels, most of which have nothing to do with caches
         device = "cpu" if once and self.backend == "quanto" else None
-        return StoredCache(model, CacheQuantizer(cache, quantized_parts, device), protected, once)
+        return StoredCache(model, CacheQuantizer(cache, quantized_parts, device, self.flat), protected, once)
 
 
 def quantized_parts(layer: Any) -> list[Any]:

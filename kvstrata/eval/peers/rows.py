@@ -79,7 +79,10 @@ def papers(model: str, profile: str) -> list[Row]:
         for name, tier, codec in (("INT4", Tier.INT4, "hyquant"), ("FP4", Tier.INT4, "hyquant-fp"), ("INT8", Tier.INT8, "hyquant"))
     ]
     head = (("residual", model),) if model in HEADS else ()
-    rows += [Row("papers", "IntentKV", f"IntentKV, {b:g}", Setting("intentkv", options=(("kept", b / 16), *head))) for b in BITS]
+    # instructions, which it spares, are nearly all of a conversation that is mostly tool schema
+    evictable = (("spare", ()), *head)
+    rows += [Row("papers", "IntentKV", f"IntentKV, {b:g}", Setting("intentkv", options=(("kept", b / 16), *evictable))) for b in BITS]
+    rows.append(Row("papers", "IntentKV", "IntentKV, 3, instructions spared", Setting("intentkv", options=(("kept", 3 / 16), *head))))
     return rows
 
 
@@ -94,10 +97,11 @@ def quantizers() -> list[Row]:
         for t in (Tier.INT2, Tier.INT4)
         for s, w in ((0, 128), (1, WINDOW))
     ]
-    guarded = {"sinks": SINKS, "window": WINDOW}
+    guarded: dict[str, Any] = {"sinks": SINKS, "window": WINDOW}
     quanto = [(f"int{b}", Quantized("quanto", b, -1, 0, **kept), kept) for b in (2, 4) for kept in ({}, guarded)]
-    hqq = [(f"int{b}", Quantized("hqq", b, 0, 0 if b == 3 else 1, **kept), kept)
-           for b, kept in ((2, guarded), (3, guarded), (4, {}), (4, guarded), (8, {}))]  # fmt: skip
+    hqq = [(f"int{b}", Quantized("hqq", b, 1, 1, flat=True, **kept), kept)
+           for b, kept in ((2, {}), (2, guarded), (3, guarded), (4, {}), (4, guarded), (8, {}))]  # fmt: skip
+    hqq.append(("int4, as the class has it", Quantized("hqq", 4, 0, 1), {}))
     for family, peers in (("quanto", quanto), ("HQQ", hqq)):
         rows += [Row("quantizers", family, f"{family} {n}{', sinks and window' if kept else ''}", p) for n, p, kept in peers]
     tiny = [(2, 2, SINKS), (3, 2, SINKS), (4, 2, 0), (4, 2, SINKS), (3, 3, SINKS), (4, 4, SINKS)]

@@ -32,20 +32,27 @@ class Quantizer(Protocol):
 class CacheQuantizer:
     """A cache class of transformers' contract: `update` stores, and returns what is stored. parts: a layer's attributes that hold it.
 
-    device: where it stores; None: where the model runs.
+    device: where it stores; None: where the model runs. flat: as matrices, K of a row a channel of a head, V of a row a token of a head:
+    for a cache that groups along rows.
     """
 
-    def __init__(self, cache: Any, parts: Callable[[Any], Iterable[Any]], device: str | None = None) -> None:
-        self.cache, self.parts, self.device, self._nothing = cache, parts, device, torch.empty(0)
+    def __init__(self, cache: Any, parts: Callable[[Any], Iterable[Any]], device: str | None = None, flat: bool = False) -> None:
+        self.cache, self.parts, self.device, self.flat, self._like = cache, parts, device, flat, torch.empty(0)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self._nothing = keys[:, :, :0]
+        self._like = keys[0]
+        if self.flat:
+            keys, values = keys[0].transpose(1, 2).flatten(0, 1), values[0].flatten(0, 1)
         self.cache.update(keys.to(self.device), values.to(self.device), layer)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        nothing = self._nothing.to(self.device)
-        keys, values = self.cache.update(nothing, nothing, layer)
-        return keys.to(self._nothing.device), values.to(self._nothing.device)
+        heads, tokens, dim = self._like.shape
+        like = self._like.to(self.device)
+        nothing = (like.new_empty(0, tokens), like.new_empty(0, dim)) if self.flat else (like[None, :, :0],) * 2
+        keys, values = (x.to(self._like.device) for x in self.cache.update(*nothing, layer))
+        if self.flat:
+            keys, values = keys.view(1, heads, dim, tokens).transpose(2, 3), values.view(1, heads, tokens, dim)
+        return keys, values
 
     def held(self) -> list[Any]:
         return [part for layer in self.cache.layers for part in self.parts(layer)]

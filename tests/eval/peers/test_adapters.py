@@ -30,7 +30,9 @@ STORING = [
     (Format("int8"), 8.5, 0),
     # groups of 64 with two numbers of 16 bits; what is no multiple of 64 stays
     (Quantized("hqq", 4, 0, 1), 4.5, PREFIX % 64),
-    (Quantized("hqq", 2, 0, 1, 32, 64), 2.5, 32 + 64 + (PREFIX - 96) % 64),
+    (Quantized("hqq", 2, 1, 1, 32, 64, flat=True), 2.5, 32 + 64 + (PREFIX - 96) % 64),
+    # ten codes of three bits in four bytes: 768 groups, a row each, in 77 rows of words
+    (Quantized("hqq", 3, 1, 1, 32, 64, flat=True), 32 * 77 / 768 + 0.5, 32 + 64 + (PREFIX - 96) % 64),
     # K by channel over 32 tokens, V by token; two numbers of 16 bits each
     (TinyTurboQuant(4, 2, residual=128, block=32), (4 + 1 + 2 + 0.5) / 2, 128 + (PREFIX - 128) % 32),
     (TinyTurboQuant(3, 3, residual=64, block=32, sinks=32), (3 + 1 + 3 + 0.5) / 2, 96 + (PREFIX - 96) % 32),
