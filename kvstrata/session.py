@@ -110,6 +110,7 @@ class Session:
         if self._evicts:
             store.check_plan(self.policy.plan((), 0, Signals()))
         self.reports: list[TurnReport] = []
+        self.plan_seconds = 0.0
         self._cache = StrataCache(model, store, self._plan)
         self._spans: tuple[Span, ...] = ()
         self._known = 0
@@ -328,6 +329,13 @@ class Session:
         return tuple(spans)
 
     def _plan(self, token_ids: list[int]) -> Plan:
+        started = time.perf_counter()
+        try:
+            return self._planned(token_ids)
+        finally:
+            self.plan_seconds += time.perf_counter() - started
+
+    def _planned(self, token_ids: list[int]) -> Plan:
         spans, n = self._spans_of(token_ids), len(token_ids)
         s = self._sequence if self._cache.sequence_ids else Sequence(0)
         window = -(-n // PAGE_SIZE) - self.store.first_window_page(n)
@@ -353,6 +361,7 @@ class Session:
         report = turn_report(
             self.store, sequence, self._spans_of(token_ids), turn=len(self.reports), reused_tokens=reused, seconds=seconds,
             bytes_queries=self._query_bytes, bytes_outside=self._cache.sliding_bytes, floor_bytes=self._floor,
+            plan_seconds=self.plan_seconds,
         )  # fmt: skip
         self.reports.append(report)
         return report

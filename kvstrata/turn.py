@@ -1,9 +1,12 @@
 """What a turn did, as a session reports it. Knows a store and tags; nothing of models."""
 
+import json
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +15,8 @@ from kvstrata.store.gathered import EMPTY
 from kvstrata.store.page import Sequence
 from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Span, Tier
+
+LOG = logging.getLogger("kvstrata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +59,27 @@ class TurnReport:
     """Loss a token of the plan, as its policy counts it; None where it does not."""
     predicted_kl: float | None = None
     """KL against an uncompressed cache, nats a token, that the plan is predicted to have; None where nobody says, or something is gone."""
+    demoted_pages: int = 0
+    """Pages that were made coarser so far: gave up planes, or were stored anew."""
+    evicted_pages: int = 0
+    """Pages that were evicted so far, all of their tokens or but for survivors."""
+    plan_seconds: float = 0.0
+    """Time that the session's policy took to plan so far."""
 
 
 def turn_report(
     store: Store, s: Sequence, spans: Seq[Span], *, turn: int, reused_tokens: int, seconds: float, bytes_queries: int,
-    bytes_outside: int, floor_bytes: int,
+    bytes_outside: int, floor_bytes: int, plan_seconds: float = 0.0,
 ) -> TurnReport:  # fmt: skip
-    """spans: tags of all tokens of `s`. bytes_queries, bytes_outside: what the conversation takes beside its frames. floor_bytes: the
-    report's."""
+    """spans: tags of all tokens of `s`. bytes_queries, bytes_outside: what the conversation takes beside its frames. floor_bytes,
+    plan_seconds: the report's. Logs the report as one JSON object, at level INFO of logger "kvstrata"."""
     layout, n = store.layout, s.num_tokens
     dead = sum(layout.dead_bytes(page.tier, min(PAGE_SIZE, n - p * PAGE_SIZE) - page.live_tokens) for p, page in enumerate(s.pages))
     holes = sum(layout.dead_bytes(page.tier, PAGE_SIZE - round(_mean(store, page.tokens))) for page in s.survivors)
     evicted = sum(not page.frames for page in s.pages[: s.settled])
     full = evicted * layout.page_bytes(s.plan.thinning.tier) if s.plan.thinning is not None else 0
     survivors = round(_mean(store, sum(page.tokens for page in s.survivors)))
-    return TurnReport(
+    report = TurnReport(
         turn=turn, tokens=n, tokens_by_tag_and_tier=_by_tag_and_tier(store, s, spans),
         bytes_stored=s.frames * layout.frame_bytes + bytes_queries + bytes_outside, bytes_dead=dead + holes,
         bytes_bf16=layout.bf16_bytes(n),
@@ -80,7 +91,20 @@ def turn_report(
         peak_bytes=max(s.peak_frames, s.frames) * layout.frame_bytes + bytes_queries + bytes_outside,
         peak_tokens=max(s.peak_tokens, sum(page.live_tokens for page in s.pages) + survivors), floor_bytes=floor_bytes,
         plan_loss=s.plan.loss, predicted_kl=s.plan.predicted_kl,
+        demoted_pages=s.demoted_pages, evicted_pages=s.evicted_pages, plan_seconds=plan_seconds,
     )  # fmt: skip
+    if LOG.isEnabledFor(logging.INFO):
+        LOG.info("%s", json.dumps({"event": "turn", "sequence": s.id} | facts(report)))
+    return report
+
+
+def facts(report: TurnReport) -> dict[str, Any]:
+    """A report as JSON has it, the tokens by tier alone."""
+    out = {f.name: getattr(report, f.name) for f in fields(report) if f.name != "tokens_by_tag_and_tier"}
+    tokens: defaultdict[str, int] = defaultdict(int)
+    for (*_, tier), count in report.tokens_by_tag_and_tier.items():
+        tokens[tier] += count
+    return out | {"tokens_by_tier": dict(tokens)}
 
 
 def _mean(store: Store, tokens: int) -> float:

@@ -15,7 +15,7 @@ FLOORS = {
     "store": 2,
     "attend": 3, "turn": 3,
     "adapters": 4,
-    "session": 5, "saving": 5, "allowance": 5, "calibrate": 5,
+    "session": 5, "saving": 5, "allowance": 5, "metrics": 5, "calibrate": 5,
     "intent": 6, "eval": 6,
     "cli": 7, "cli_compare": 7, "options": 7, "terminal": 7, "__main__": 7,
 }  # fmt: skip

@@ -77,6 +77,16 @@ class Sequence:
     """Most frames that were held at once, those of a step that was open included."""
     peak_tokens: int = 0
     """Most tokens that a layer and KV head held at once, where the plan thins."""
+    demoted_pages: int = 0
+    """Settled pages that were made coarser so far."""
+    evicted_pages: int = 0
+    """Settled pages that were evicted so far, all of their tokens or but for survivors."""
+
+    def replace_page(self, p: int, page: Page) -> None:
+        """Put what became of settled page p in its place, and count it."""
+        self.evicted_pages += page.tier is Tier.EVICTED < self.pages[p].tier
+        self.demoted_pages += Tier.EVICTED < page.tier < self.pages[p].tier
+        self.pages[p] = page
 
     @property
     def num_tokens(self) -> int:

@@ -52,6 +52,8 @@ class Facts:
     thinned: int
     peak_frames: int
     peak_tokens: int
+    demoted_pages: int
+    evicted_pages: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +74,7 @@ def pack(store: Store, s: Sequence) -> tuple[dict[str, Any], Tensors]:
         s.plan, tuple((page.tier, page.live) for page in s.pages), tuple(page.tier for page in s.anchors),
         tuple(page.tier for page in s.survivors), s.settled, tuple(s.keys), bool(s.salt), s.shareable, s.chosen_at, s.weighed_at,
         s.ring != NONE, s.queries_from, s.memory.positions, s.memory.turns, s.memory.until, s.told_by, s.scale, s.thinned, s.peak_frames,
-        s.peak_tokens,
+        s.peak_tokens, s.demoted_pages, s.evicted_pages,
     )  # fmt: skip
     tensors = {
         "token_ids": torch.tensor(s.token_ids, dtype=torch.int64), "planes": _planes(store, s), "weights": torch.from_numpy(s.weights),
@@ -183,6 +185,7 @@ def place(store: Store, unplaced: Unplaced) -> int:
     s.settled, s.keys, s.shareable, s.scale = facts.settled, list(facts.keys), facts.shareable, facts.scale
     s.chosen_at, s.weighed_at, s.thinned = facts.chosen_at, facts.weighed_at, facts.thinned
     s.peak_frames, s.peak_tokens = facts.peak_frames, facts.peak_tokens
+    s.demoted_pages, s.evicted_pages = facts.demoted_pages, facts.evicted_pages
     s.weights = _copy(tensors["weights"])
     s.received, s.worth, memory = (tensors[k].to(device) if k in tensors else None for k in ("received", "worth", "memory"))
     s.memory = QueryMemory(facts.memory_positions, facts.memory_turns, memory, facts.memory_until)

@@ -234,7 +234,7 @@ class Store:
             tier = min(plan.tier(p), page.tier) if live else Tier.EVICTED
             if tier == page.tier and live == page.live:
                 continue
-            s.pages[p] = self._demote(page, tier, live)
+            s.replace_page(p, self._demote(page, tier, live))
             s.version += 1
             if s.pages[p].live != page.live:
                 self.new_epoch(s)

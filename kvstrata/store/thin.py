@@ -84,7 +84,7 @@ def thin(store: "Store", s: Sequence, thinning: Thinning, score: Score) -> int:
         store.arena.release(frames)
     fresh = _write(store, store.allocate(wanted), moves.positions, moving, thinning.tier)
     for p in pages:
-        s.pages[p] = Page(Tier.EVICTED, (), 0)
+        s.replace_page(p, Page(Tier.EVICTED, (), 0))
     s.survivors = [*moves.stays, *fresh]
     s.version += 1
     return before - s.held_tokens
@@ -107,7 +107,7 @@ def _mask(store: "Store", s: Sequence, pages: list[int], kept: NDArray[np.bool_]
         live = page.live & int.from_bytes(bits.tobytes(), "little")
         if not live:
             store.arena.release(page.frames)
-        s.pages[p] = Page(page.tier, page.frames, live) if live else Page(Tier.EVICTED, (), 0)
+        s.replace_page(p, Page(page.tier, page.frames, live) if live else Page(Tier.EVICTED, (), 0))
     store.keep_survivors(s, kept)
     s.version += 1
 
