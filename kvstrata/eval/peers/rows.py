@@ -71,7 +71,7 @@ def papers(model: str, profile: str) -> list[Row]:
     rows = [
         Row("papers", "TriAxialKV", f"TriAxialKV, nominal {n:g}",
             Setting("triaxial", codec="triaxial", window=0, options=tuple((published | {"nominal": n}).items())))
-        for n in (2.3, 2.7, 3.3, 4.0)
+        for n in (2.7, 4.0)
     ]  # fmt: skip
     anchors = (("rho", 0.05), ("refresh", 0))
     rows += [
@@ -104,11 +104,12 @@ def quantizers() -> list[Row]:
     hqq.append(("int4, as the class has it", Quantized("hqq", 4, 0, 1), {}))
     for family, peers in (("quanto", quanto), ("HQQ", hqq)):
         rows += [Row("quantizers", family, f"{family} {n}{', sinks and window' if kept else ''}", p) for n, p, kept in peers]
-    tiny = [(2, 2, SINKS), (3, 2, SINKS), (4, 2, 0), (4, 2, SINKS), (3, 3, SINKS), (4, 4, SINKS)]
-    rows += [
-        Row("quantizers", "tiny-turboquant", f"tiny-turboquant K{k} V{v}{', sinks' if s else ''}", TinyTurboQuant(k, v, sinks=s))
-        for k, v, s in tiny
-    ]
+    # as its authors advise; then smaller blocks, and fewer dense tokens beside sinks
+    tiny = [(4, 2, 128, 128, 0), (2, 2, 64, 32, SINKS), (3, 2, 64, 64, SINKS), (3, 2, 64, 32, SINKS), (4, 2, 64, 64, SINKS),
+            (4, 2, 64, 32, SINKS), (3, 3, 64, 32, SINKS), (4, 4, 64, 64, SINKS), (4, 4, 64, 32, SINKS), (8, 8, 64, 64, SINKS)]  # fmt: skip
+    for k, v, residual, block, sinks in tiny:
+        label = f"tiny-turboquant K{k} V{v}, blocks of {block}, window {residual}{', sinks' if sinks else ''}"
+        rows.append(Row("quantizers", "tiny-turboquant", label, TinyTurboQuant(k, v, residual, block, sinks)))
     turbo = [(2, 64, 0.0, SINKS), (2, 128, 0.02, SINKS), (3, 128, 0.02, SINKS), (4, 128, 0.02, SINKS), (4, 512, 0.02, 0)]
     for v, window, outliers, sinks in turbo:
         label = f"TurboQuant K4 V{v}, outliers {outliers:.0%}, window {window}{', sinks' if sinks else ''}"
