@@ -41,21 +41,23 @@ def tasks(tokenizer: PreTrainedTokenizerBase, trace: Trace, protocol: str, needl
 def run_row(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: Row, protocol: str, task: Task, reference: Reference
 ) -> tuple[Outcome, Any]:
-    """One row on one task: what it lost, and the report of its first chunk, the prefix that the scored tokens attend."""
+    """One row on one task: what it lost, and the report of what is counted: oneshot, the prefix that the scored tokens attend; turns, the
+    whole context."""
+    at = 0 if protocol == "oneshot" else sum(end <= task.context for end in task.chunks) - 1
     if isinstance(row.how, Setting):
         capacity = len(task.conversation) + SLACK
         session = Session(model, tokenizer, capacity_tokens=capacity, chunk_tokens=task.chunk_tokens(), **row.how.session_arguments())
         with session, replayed(model, reference.prefill):
             outcome = run_session(session, task, reference)
-            return outcome, session.reports[0]
+            return outcome, session.reports[at]
     with PeerSession(model, row.how, protocol, reference.prefill) as peer:
-        return run_session(peer, task, reference), peer.reports[0]
+        return run_session(peer, task, reference), peer.reports[at]
 
 
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: Row, protocol: str, prepared: Sequence[tuple[Task, Reference]]
 ) -> dict[str, Any]:
-    """One row on one conversation as JSON. bits: of the stored prefix; held: with the queries that a policy keeps to choose by."""
+    """One row on one conversation as JSON. bits: of what is stored; held: with the queries that a policy keeps to choose by."""
     started = time.perf_counter()
     (task, reference), *more = prepared
     outcome, prefix = run_row(model, tokenizer, row, protocol, task, reference)

@@ -95,5 +95,22 @@ def test_an_interrupted_study_goes_on_and_names_what_is_not_installed(
     assert "SnapKV, 8: kvpress==9" in capsys.readouterr().out
 
 
+def test_turns_are_run_by_those_whose_code_permits_them(tokenizer: Any) -> None:
+    trace = Trace("one", [*MESSAGES[:1], {"role": "user", "content": "A line of the report. " * 60}, *MESSAGES[1:]], [TOOL])
+    rows = [r for r in make_rows("tiny", "default") if r.label in ("planes INT4", "HQQ int4, as the class has it", "FP8")]
+    model = tiny_model()
+    done = {}
+    for row in rows:
+        if "turns" in row.protocols:
+            ((_, done[row.label]),) = compare.compared(model, tokenizer, trace, "here", [row], "turns", 0)
+    assert set(done) == {"planes INT4", "HQQ int4, as the class has it"}
+    for got in done.values():
+        assert isinstance(got, dict), got
+        assert 0 < got["kl"] < 0.01
+        # of the whole context: of what comes last, HQQ keeps less than its residual of 128 tokens dense
+        assert 4.5 < got["bits"] < 4.5 + 11.5 * 140 / got["tokens"] + 2
+        assert got["fact_logp"] == []
+
+
 def test_targets_are_those_that_the_verdicts_have() -> None:
     assert set(BITS) == set(compare.TIMES)
