@@ -73,6 +73,7 @@ class Facts:
     budget_bits: float | None
     budget_bytes: int | None
     quality: float | None
+    auto: bool
     chunk_tokens: int
     spans: tuple[Span, ...]
     known: int
@@ -84,6 +85,7 @@ def save(session: "Session", path: str | Path) -> None:
     cache, store = session._cache, session.store
     facts = Facts(
         Identity.of(session.model), store.config, session.policy.name, session.budget_bits, session.budget_bytes, session.quality,
+        session.auto,
         session.chunk_tokens,
         session._spans, session._known, tuple(session.reports), tuple(layer.length for layer in cache.sliding_layers),
     )  # fmt: skip
@@ -130,7 +132,7 @@ def _load(
     sliding = [(tensors.get(f"sliding.{i}.keys"), tensors.get(f"sliding.{i}.values"), n) for i, n in enumerate(facts.sliding)]
     unplaced = None if document.get("sequence") is None else unpack(store, document["sequence"], tensors)
     session = cls(
-        model, tokenizer, facts.policy, facts.budget_bits, budget_bytes=facts.budget_bytes, quality=facts.quality,
+        model, tokenizer, facts.policy, facts.budget_bits, budget_bytes=facts.budget_bytes, quality=facts.quality, auto=facts.auto,
         chunk_tokens=facts.chunk_tokens, store=store,
         policy_settings={f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)},
     )  # fmt: skip

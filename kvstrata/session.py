@@ -22,6 +22,8 @@ from kvstrata import saving
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
 from kvstrata.allowance import Allowance
 from kvstrata.policy import POLICIES, BudgetTooSmallError, Signals, make_policy, recent_window
+from kvstrata.policy.pressure import rank_pages
+from kvstrata.policy.tags import page_tags
 from kvstrata.policy.thinned import Thinned
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Sequence
@@ -64,6 +66,9 @@ class Session:
     own type for policy "full". chunk_tokens: of a turn, that run at once under a policy that evicts: a session keeps to its budget, and one
     chunk, within a long turn too; other policies run a turn whole.
 
+    auto: when the store has no frames left for a step of any session, this one gives way with others that do, oldest observations first,
+    instructions last and never below the lowest tier (docs/planner.md); a step is refused only when none of them can give up more.
+
     Raises ValueError for an unknown policy, setting, tier or codec, an unsupported model, and a budget below the policy's floor.
     After an error in a turn the session holds what it held before the turn, less what an evicting policy has evicted since.
     """
@@ -84,6 +89,7 @@ class Session:
         capacity_tokens: int | None = None,
         chunk_tokens: int = CHUNK,
         store: Store | None = None,
+        auto: bool = False,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.budget_bits, self.budget_bytes, self.quality = budget_bits, budget_bytes, quality
@@ -106,7 +112,9 @@ class Session:
         if "tier" in defaults and defaults["tier"] not in store.layout.tiers:
             settings.setdefault("tier", store.layout.default_tier)
         self.policy = make_policy(policy, **settings)
-        self._evicts = isinstance(self.policy, Thinned)
+        self.auto = auto
+        # a snapshot would hold what gives way
+        self._evicts = isinstance(self.policy, Thinned) or auto
         if self._evicts:
             store.check_plan(self.policy.plan((), 0, Signals()))
         self.reports: list[TurnReport] = []
@@ -116,6 +124,8 @@ class Session:
         self._known = 0
         self._floor = 0
         self._allowance.check(self.policy)
+        if auto:
+            store.add_lender(self)
 
     def __enter__(self) -> Self:
         return self
@@ -255,6 +265,13 @@ class Session:
     def page_tiers(self) -> list[Tier]:
         """Tier of each page of the conversation; pages of the recent window are BF16."""
         return [page.tier for page in self._sequence.pages] if self._cache.sequence_ids else []
+
+    def yields(self) -> tuple[int, tuple[int, ...], frozenset[int]] | None:
+        """Which of its pages give way first under pressure, and which never lose a token (store/pressure.py)."""
+        if not self._cache.sequence_ids:
+            return None
+        ids = self.token_ids
+        return self._cache.sequence_ids[0], *rank_pages(page_tags(self._spans_of(ids), len(ids)))
 
     # inside a turn
 

@@ -147,9 +147,9 @@ def main(
     rows: Annotated[str, typer.Option(help=f"Groups of rows: {GROUPS}.")] = "budgets,ablations",
     places: Annotated[str, typer.Option(help=f"Which conversations of {SOURCE}.")] = PLACES,
     profile: Annotated[str, typer.Option(help="The model's own profile.")] = "qwen05",
-    research: Annotated[str, typer.Option(help="Conversations of group facts: SCENARIO:TOKENS, separated by commas.")] = RESEARCH,
     only: Annotated[str, typer.Option(help="Labels of rows to run, separated by semicolons; all by default.")] = "",
     device: Device = "cpu",
+    research: Annotated[str, typer.Option(help="Conversations of group facts: SCENARIO:TOKENS, separated by commas.")] = RESEARCH,
 ) -> None:
     path = out.with_suffix(".json")
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": Path(model).name, "runs": []}

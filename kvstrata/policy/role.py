@@ -32,10 +32,10 @@ MIN_TOKENS = 4
 _ROWS: list[tuple[Role | Modality, Age]] = [(m if m is Modality.IMAGE else r, a) for a in Age for m in MODALITIES for r in ROLES]
 """(row of TABLE, age) of each tag code (tags.py)."""
 _WISH = np.array([TABLE[row][age] for row, age in _ROWS])
-_RANK = np.array([GIVE_UP.index(row) for row, _ in _ROWS])
+RANK = np.array([GIVE_UP.index(row) for row, _ in _ROWS])
 _INST = np.array([row is Role.INST for row, _ in _ROWS])
 # instructions have no age: they are never current
-_CURRENT = np.array([age is Age.CURRENT for _, age in _ROWS]) & ~_INST
+CURRENT = np.array([age is Age.CURRENT for _, age in _ROWS]) & ~_INST
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class ByRole:
     def _degrade(self, tiers: list[Tier], counts: NDArray[np.int32], heard: NDArray[np.bool_], budget: Budget) -> None:
         """Lower `tiers` in place, one tier a round, until the plan fits."""
         body = budget.body(self.sinks)
-        current = (heard & _CURRENT).any(1)
-        rank = np.where(heard, _RANK, 0).max(1, initial=0)
+        current = (heard & CURRENT).any(1)
+        rank = np.where(heard, RANK, 0).max(1, initial=0)
         order = sorted(body, key=lambda page: (current[page], rank[page], page))
         kept = set(np.flatnonzero((counts * _INST).any(1)).tolist())
         if order and not kept and self.sinks == 0 and budget.window_pages == 0:

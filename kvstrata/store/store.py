@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import weakref
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from kvstrata.store.integrity import check_integrity
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Page, Sequence
 from kvstrata.store.prefix import PrefixIndex, page_key
+from kvstrata.store.pressure import Lender, make_room, relieve
 from kvstrata.store.queries import NONE, Queries
 from kvstrata.store.signals import check_head, remember, scored, wants_newest
 from kvstrata.store.step import Step
@@ -48,6 +50,7 @@ class Store:
         self._ids = itertools.count(1)
         self._epochs = itertools.count(1)
         self._step: Step | None = None
+        self._lenders: weakref.WeakValueDictionary[int, Lender] = weakref.WeakValueDictionary()
 
     # sequences
 
@@ -175,8 +178,13 @@ class Store:
         sequences = [self.sequence(i) for i in sequence_ids]
         for s in sequences:
             s.shareable &= shareable
-        self._step = Step(self, sequences, token_ids)
-        return self._step
+        while True:
+            try:
+                self._step = Step(self, sequences, token_ids)
+                return self._step
+            except OutOfFramesError as error:
+                if not relieve(self, error.asked - error.free):
+                    raise
 
     def step_ended(self, step: Step) -> None:
         """Called by the step itself."""
@@ -314,6 +322,9 @@ class Store:
             raise ValueError(f"cannot crop sequence {sequence_id} of {s.num_tokens} tokens to {num_tokens}; accepted: 0 to {s.num_tokens}")
         whole, rest = divmod(num_tokens, PAGE_SIZE)
         tail: list[Page] = []
+        if rest and num_tokens < s.num_tokens and s.pages[whole].tier is not Tier.BF16:
+            # before the page is looked at: it may be one of those that give way
+            make_room(self, self.layout.frames(Tier.BF16))
         if rest and num_tokens < s.num_tokens:
             page = s.pages[whole]
             live = page.live & ((1 << rest) - 1)
@@ -351,6 +362,14 @@ class Store:
         for frames in [page.frames for page in kept if not page.tokens]:
             self.arena.release(frames)
         s.survivors = [page for page in kept if page.tokens]
+
+    def add_lender(self, lender: Lender) -> None:
+        """From now on, and for as long as it lives, the sequence of `lender` gives way when the arena has no room for a step."""
+        self._lenders[next(self._ids)] = lender
+
+    def lenders(self) -> list[Lender]:
+        """In the order in which they were added."""
+        return [lender for _, lender in sorted(self._lenders.items())]
 
     # books
 
