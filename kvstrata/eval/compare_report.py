@@ -22,7 +22,8 @@ from kvstrata.types import Role, Tier
 
 @dataclass(frozen=True)
 class Measure:
-    """Of a run. log: shown on a logarithmic scale; low: less is better; digits: how it is written; wide: over the whole page."""
+    """Of a run. log: shown on a logarithmic scale; low: less is better; digits: how it is written; wide: over the whole page; sign: it is
+    shown times this."""
 
     key: str
     title: str
@@ -31,12 +32,13 @@ class Measure:
     low: bool
     digits: str
     wide: bool = False
+    sign: float = 1.0
 
 
 MEASURES = (
     Measure("kl", "Loss", "KL against the uncompressed cache, nats; lower is better", True, True, "{:.4f}", True),
     Measure("call_top1", "Tool calls", "share of tool-call tokens whose choice stays the same; higher is better", False, False, "{:.3f}"),
-    Measure("fact_logp", "Facts", "log p of facts asked later, nats; higher is better", False, False, "{:.1f}"),
+    Measure("fact_logp", "Facts", "-log p of facts asked later, nats; lower is better", True, True, "{:.2f}", sign=-1.0),
 )
 NEEDED = {"group", "family", "label", "trace", "tokens", "bits", "held", "scored", "kl", "top1", "call_tokens", "call_kl", "call_top1",
           "fact_logp", "facts_hit", "masked", "protocol", "source"}  # fmt: skip
@@ -75,7 +77,7 @@ def sections(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _chart(rows: Sequence[dict[str, Any]], m: Measure) -> ParetoChart | None:
     """None where nothing was measured."""
-    points = [Point(r["family"], r["group"], r["label"], r["bits"], r["held"], r[m.key]) for r in rows if r[m.key] is not None]
+    points = [Point(r["family"], r["group"], r["label"], r["bits"], r["held"], m.sign * r[m.key]) for r in rows if r[m.key] is not None]
     points = [p for p in points if not m.log or p.value > 0]
     if not points:
         return None

@@ -1,4 +1,4 @@
-"""Formats that need no package: NVFP4, FP8 and INT4, INT8 by token and head, as engines store them. Every token, no window, no sinks.
+"""Formats that need no package: NVFP4, FP8 and INT4, INT8 by token and head, as engines store them, and BF16. No window, no sinks.
 
 Knows nothing of models.
 """
@@ -75,11 +75,15 @@ class FormatQuantizer:
         self.layers.append((k, v))
 
     def _encode(self, x: Tensor) -> list[Tensor]:
+        if self.form == "bf16":
+            return [x.bfloat16()]
         if self.form == "nvfp4":
             return encode_nvfp4(x)
         return encode_fp8(x) if self.form == "fp8" else encode_by_token(x, FORMATS[self.form])
 
     def _decode(self, parts: list[Tensor]) -> Tensor:
+        if self.form == "bf16":
+            return parts[0].float()
         if self.form == "nvfp4":
             return decode_nvfp4(parts)
         return decode_fp8(parts) if self.form == "fp8" else decode_by_token(parts, FORMATS[self.form])
@@ -92,7 +96,7 @@ class FormatQuantizer:
         return list(self.layers)
 
 
-FORMATS = {"nvfp4": 4, "fp8": 8, "int4": 4, "int8": 8}
+FORMATS = {"nvfp4": 4, "fp8": 8, "int4": 4, "int8": 8, "bf16": 16}
 """Bits of a code."""
 
 

@@ -118,7 +118,7 @@ def quantizers() -> list[Row]:
 
 
 def formats() -> list[Row]:
-    names = {"nvfp4": "NVFP4", "int4": "INT4 by token", "fp8": "FP8", "int8": "INT8 by token"}
+    names = {"nvfp4": "NVFP4", "int4": "INT4 by token", "fp8": "FP8", "int8": "INT8 by token", "bf16": "BF16"}
     return [Row("formats", name, name, Format(form)) for form, name in names.items()]
 
 

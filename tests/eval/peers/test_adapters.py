@@ -24,6 +24,7 @@ needs_packages = pytest.mark.peers
 # peer, bits of a stored token's K and V element with metadata, tokens that stay dense of PREFIX
 STORING = [
     (Format("fp8"), 8.0, 0),
+    (Format("bf16"), 16.0, 0),
     (Format("nvfp4"), 4.5, 0),
     # a scale and a least number of 16 bits for 64 channels
     (Format("int4"), 4.5, 0),
@@ -64,7 +65,7 @@ def original(model: Any, ids: list[int]) -> tuple[list[Tensor], list[Tensor], Te
 
 
 def divergence(reference: Tensor, ours: Tensor) -> float:
-    p, q = reference.log_softmax(-1), ours.log_softmax(-1)
+    p, q = reference.double().log_softmax(-1), ours.double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
@@ -144,7 +145,7 @@ def test_masked_tokens_are_held_and_counted(model: Any, ids: list[int], original
 def test_what_is_misused_is_named(model: Any, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="does not run protocol 'turns'; accepted: oneshot"):
         PeerSession(model, Format("fp8"), "turns")
-    with pytest.raises(ValueError, match="unknown format 'fp3'; accepted: nvfp4, fp8, int4, int8"):
+    with pytest.raises(ValueError, match="unknown format 'fp3'; accepted: nvfp4, fp8, int4, int8, bf16"):
         Format("fp3")
     session = PeerSession(model, Format("fp8"), "oneshot")
     session.feed(ids[:9], (), logits_to_keep=1)
