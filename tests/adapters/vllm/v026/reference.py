@@ -1,7 +1,6 @@
 """The same tokens through the `transformers` adapter: what the plugin's logits are compared with."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +12,12 @@ from kvstrata.types import Plan, Tier
 
 
 def by_transformers(
-    folder: Path, tiers: list[Tier], prompt: list[int], generated: list[int], piece: int, layers: int | None = None,
+    folder: Path, tiers: list[Tier], prompt: list[int], generated: list[int], piece: int,
     demoted: tuple[int, list[Tier]] | None = None,
 ) -> Tensor:  # fmt: skip
     """Logits float32 [generated, vocabulary] of the same tokens, the prompt in pieces that end with pages. demoted: tiers that the first
     so many tokens' pages have from then on."""
-    changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **changes)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     store = Store(store_config(model, 1024, window=0, dense_dtype="float32"))
 
     def plan(ids: list[int]) -> Plan:

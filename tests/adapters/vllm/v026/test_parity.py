@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvstrata.types import PAGE_SIZE, Tier
 
 from .engines import Engine, mixed_work
@@ -20,41 +18,39 @@ NUM_NEW = 12
 TEXT = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
 
 
-def compare(engine: Engine, folder: Path, prompt: list[int], layers: int | None = None) -> tuple[float, float]:
+def compare(engine: Engine, folder: Path, prompt: list[int], tier: str | None = None) -> tuple[float, float]:
     """Largest difference of a logit: to the adapter, and of the adapter to itself when it takes the prompt in smaller pieces."""
     seen: list[list[Tier]] = []
     forget = engine.scheduler.plans.forget
     engine.scheduler.plans.forget = lambda i: (seen.append(list(engine.scheduler.plans._planners[i].tiers)), forget(i))
-    (mine,) = engine.run([(prompt, NUM_NEW)], logits=True)
+    (mine,) = engine.run([(prompt, NUM_NEW)], logits=True, extra=[{"kvstrata_tier": tier} if tier else None])
+    engine.scheduler.plans.forget = forget
     # the pages of the last tokens were not decided: none of them is stored
     tiers = seen[-1] + [Tier.BF16] * 2
-    whole = by_transformers(folder, tiers, prompt, mine.tokens, PAGE_SIZE, layers)
-    cut = by_transformers(folder, tiers, prompt, mine.tokens, PAGE_SIZE // 4, layers)
+    whole = by_transformers(folder, tiers, prompt, mine.tokens, PAGE_SIZE)
+    cut = by_transformers(folder, tiers, prompt, mine.tokens, PAGE_SIZE // 4)
     assert mine.logits is not None
     return float((mine.logits - whole).abs().max()), float((cut - whole).abs().max())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"policy": "uniform", "tier": "INT2"}, {"policy": "uniform", "tier": "INT3"}, {"policy": "uniform", "tier": "INT4"},
-        {"policy": "uniform", "tier": "INT8"}, {"policy": "triaxial", "budget_bits": 5.0, "horizon": 1024},
-    ],
-    ids=lambda s: str(s.get("tier", "triaxial")),
-)  # fmt: skip
-def test_two_layers_at_every_tier(start: Callable[..., Engine], tiny_model: Path, settings: dict[str, Any]) -> None:
-    engine = start(settings | {"dense_dtype": "float32"}, max_logprobs=-1, logprobs_mode="raw_logits")
+def test_two_layers_at_every_tier(start: Callable[..., Engine], tiny_model: Path) -> None:
     prompt = mixed_work(seed=3)[0][0][:300]
+    logits: dict[str, Any] = {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
+    engine = start({"policy": "uniform", "tier": "INT8", "dense_dtype": "float32"}, **logits)
+    for tier in ("INT2", "INT3", "INT4", "INT8"):
+        difference, _ = compare(engine, tiny_model, prompt, tier)
+        assert difference < 1e-2, tier
+    engine = start({"policy": "triaxial", "budget_bits": 5.0, "horizon": 1024, "dense_dtype": "float32"}, **logits)
     difference, _ = compare(engine, tiny_model, prompt)
     assert difference < 1e-2
 
 
 def test_smollm2_at_eight_bits_and_within_the_noise_of_three(start: Callable[..., Engine], model_path: Callable[[str], Path]) -> None:
     folder = model_path("smollm2")
+    settings = {"policy": "uniform", "tier": "INT8", "dense_dtype": "float32"}
+    engine = start(settings, model=str(folder), max_model_len=512, max_logprobs=-1, logprobs_mode="raw_logits")
+    prompt = engine.llm.get_tokenizer()(TEXT)["input_ids"][:200]
     for tier in ("INT8", "INT3"):
-        settings = {"policy": "uniform", "tier": tier, "dense_dtype": "float32"}
-        engine = start(settings, model=str(folder), max_model_len=512, max_logprobs=-1, logprobs_mode="raw_logits")
-        prompt = engine.llm.get_tokenizer()(TEXT)["input_ids"][:200]
-        difference, noise = compare(engine, folder, prompt)
+        difference, noise = compare(engine, folder, prompt, tier)
         print(f"{tier}: {difference:.2g}, noise {noise:.2g}")
         assert difference < (1e-2 if tier == "INT8" else 3 * noise)
