@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvstrata.eval.pareto import ParetoChart, Point, outline, pareto_chart
-from kvstrata.eval.peers.compare import pools, verdicts
+from kvstrata.eval.peers.compare import not_run, pools, verdicts
 from kvstrata.eval.peers.rows import OURS
 from kvstrata.eval.report import figure
 from kvstrata.eval.token_map import LANE, LETTERS, ROW, rows_of, turn_chart
@@ -70,7 +70,7 @@ def sections(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             charts = [(m, chart) for m in MEASURES if (chart := _chart(rows, m)) is not None]
             out.append({
                 "title": f"{data['model']}, {source}", "protocol": protocol, "count": count, "charts": charts, "rows": rows,
-                "by_bits": verdicts(rows, "bits"), "by_held": verdicts(rows, "held"), "missing": data.get("missing", {}),
+                "by_bits": verdicts(rows, "bits"), "by_held": verdicts(rows, "held"), "missing": not_run(data),
             })  # fmt: skip
     return out
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.eval import study as study_file
 from kvstrata.eval.models import Device, load
-from kvstrata.eval.peers.compare import compared, pools, verdicts
+from kvstrata.eval.peers.compare import compared, not_run, pools, verdicts
 from kvstrata.eval.peers.need import MissingPeerError
 from kvstrata.eval.peers.rows import Row, chosen_rows
 from kvstrata.eval.protocols import check_protocol
@@ -35,7 +35,7 @@ def tables_of(data: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
 
 def markdown(data: dict[str, Any]) -> str:
     tables = [(title, rows, verdicts(rows, "bits"), verdicts(rows, "held")) for title, rows in tables_of(data)]
-    return study_file.render("peers.md.j2", model=data["model"], tables=tables, missing=data.get("missing", {}))
+    return study_file.render("peers.md.j2", model=data["model"], tables=tables, missing=not_run(data))
 
 
 def save(data: dict[str, Any], out: Path) -> None:
@@ -59,7 +59,6 @@ def study(
             data["missing"][row.family] = str(run)
             print(f"{row.label}: {run}; left out", flush=True)
         else:
-            data["missing"].pop(row.family, None)
             data["runs"].append(run)
             print(f"{trace.id} {row.label}: {run['bits']:.2f} bits ({run['held']:.2f} held), KL {run['kl']:.4f}, "
                   f"facts {run['facts_hit']}/{len(run['fact_logp'])}, {run['seconds']} s", flush=True)  # fmt: skip

@@ -32,7 +32,7 @@ def results() -> dict[str, Any]:
         bits = 16.0 if row.masked else 2.2 + i % 13
         runs.append(run(row.group, row.family, row.label, "a", bits, 0.5 / (i + 1), held=bits + (row.family == "strata"),
                         call_top1=1 - 0.4 / (i + 1), fact_logp=[-0.1 - i / 9]))  # fmt: skip
-    return {"model": "<qwen> & co", "runs": runs, "missing": {"TOVA": "kvpress==0.5.5 is needed"}}
+    return {"model": "<qwen> & co", "runs": runs, "missing": {"KVzap": "kvpress==0.5.5 is needed"}}
 
 
 @pytest.fixture(scope="module")

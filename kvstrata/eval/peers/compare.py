@@ -120,6 +120,12 @@ def _word(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
+def not_run(data: dict[str, Any]) -> dict[str, str]:
+    """Families whose package was missing, and why; not those that another process, or a later run, has had after all."""
+    ran = {r["family"] for r in data["runs"]}
+    return {family: why for family, why in data.get("missing", {}).items() if family not in ran}
+
+
 def compared(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, trace: Trace, source: str, rows: Sequence[Row], protocol: str, needles: int
 ) -> Iterator[tuple[Row, dict[str, Any] | MissingPeerError | str]]:

@@ -60,6 +60,8 @@ def test_verdicts_compare_with_the_best_that_takes_no_more_bits() -> None:
     text = study.markdown({"model": "tiny", "runs": runs, "missing": {"TOVA": "not here"}})
     assert "| strata, 3 | 2.95 | 2.95 | 0.0200 |" in text
     assert "- Not run: TOVA: not here" in text
+    # what ran after all is not said to be missing
+    assert "Not run" not in study.markdown({"model": "tiny", "runs": runs, "missing": {"FP8": "not here"}})
 
 
 def test_an_interrupted_study_goes_on_and_names_what_is_not_installed(
