@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from kvstrata.eval import quality_study as study
 from kvstrata.eval.traces import Trace
+from kvstrata.options import make_setting
 from kvstrata.policy.profile import Law, Profile, load_profile
 from tests.eval.fakes import MESSAGES, TOOL, tiny_model
 
@@ -61,3 +62,13 @@ def test_an_interrupted_study_goes_on(model_path: Callable[[str], Path], tmp_pat
     assert all(r["loss"] >= 0 for r in runs)
     assert Profile.from_json(profile.read_text()).law == Law(0.0, 1.0, 1.0, 1e-6, 1.0)
     assert "runs on held-out conversations" in out.with_suffix(".md").read_text()
+
+
+def test_a_quality_is_a_setting_of_its_own() -> None:
+    setting = make_setting("strata", None, None, "planes", None, None, ["profile=qwen05"], 0.01)
+    assert setting.label == "strata KL 0.01"
+    assert setting.session_arguments()["quality"] == 0.01
+    with pytest.raises(ValueError, match=r"budget_bits 3 and quality 0.01 exclude each other"):
+        make_setting("strata", None, 3.0, "planes", None, None, None, 0.01)
+    with pytest.raises(ValueError, match="quality is -1; it must be"):
+        make_setting("strata", None, None, "planes", None, None, None, -1)
