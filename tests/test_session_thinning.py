@@ -9,6 +9,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from kvstrata.ops.quant import NonFiniteError
 from kvstrata.session import CHUNK, Session
+from kvstrata.store.contents import Contents
 from kvstrata.types import PAGE_SIZE, Role, Span, Tier
 from tests.models import tiny
 from tests.test_session import TOOL, conversation
@@ -50,6 +51,27 @@ def test_budgets_in_bits_hold_at_the_end_of_each_turn(model: PreTrainedModel, to
             session.store.check_integrity()
             assert session.bits_per_element <= 2.0
         assert session.report.survivors > 200
+
+
+@pytest.mark.parametrize("tier", [Tier.INT2, Tier.INT4])
+def test_survivors_are_quantized_once(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tier: Tier) -> None:
+    """Pages wait for the choice at more planes than survivors have: what is gathered from planes of the same tier is off by twice that."""
+    ids, spans = long_turn(700)
+    off = []
+    for policy, settings in (("full", {}), ("uniform", {"tier": tier}), ("intentkv", {"kept": 0.8, "tier": tier, "spare": (), "turns": 0})):
+        with Session(model, tokenizer, policy, policy_settings=settings, capacity_tokens=1000) as session:
+            session.feed(ids, spans, logits_to_keep=1)
+            contents = Contents(session.store, session._sequence, len(ids))
+            # the first layer's keys depend on nothing that was stored
+            keys, _, _, there = contents.read(0, session.store.arena.buffer[0])
+            if policy == "full":
+                want = keys.float()
+                continue
+            old = torch.zeros_like(there)
+            old[64:576] = there[64:576]
+            off.append(float((keys.float() - want)[old].pow(2).mean().sqrt()))
+    assert session.report.survivors > 300
+    assert off[1] < 1.35 * off[0]
 
 
 def test_settings_that_evict_nothing_change_nothing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

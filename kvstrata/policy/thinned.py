@@ -71,6 +71,8 @@ class Thinned:
         pages = num_pages(num_tokens, budget)
         window = signals.window_pages if budget is None else budget.window_pages
         body = range(min(self.sinks, pages), max(min(self.sinks, pages), pages - window))
+        # what is gathered is quantized again: until then it has more planes
+        staging = max(self.tier, *self.tiers) if self.repack else self.tier
         tiers = [Tier.BF16] * body.start + [self.tier] * (pages - body.start)
         never, newest = self._spared(spans, num_tokens, signals.current_turn, body)
         fixed = [*range(body.start), *never]
@@ -87,8 +89,10 @@ class Thinned:
             budget.check(floor, self.name)
         # a sequence always keeps one living page
         room = max(room, int(not fixed and not window), 0)
-        newest = newest[len(newest) - min(len(newest), room // 2) :]
-        room -= len(newest)
+        # the newest turns' pages age, and are gathered then
+        dear = 1 if budget is None else budget.tier_bytes[staging] / budget.tier_bytes[self.tier]
+        newest = newest[len(newest) - min(len(newest), int(room // 2 / dear)) :]
+        room -= math.ceil(len(newest) * dear)
         fill = 1.0 if self.tier is Tier.BF16 else FILL
         slots = room * PAGE_SIZE
         if budget is None:
@@ -96,7 +100,9 @@ class Thinned:
             count, most = slots, math.ceil((slots + self.slack) / fill / PAGE_SIZE)
         else:
             count, most = max(0, int(slots * fill) - self.slack), room
-        return Plan(tuple(tiers), self.tier, thinning=self._thinning(count, most, frozenset([*fixed, *newest]), spans))
+        for p in set(range(body.start, pages)) - set(never):
+            tiers[p] = staging
+        return Plan(tuple(tiers), staging, thinning=self._thinning(count, most, frozenset([*fixed, *newest]), spans))
 
     def _spared(self, spans: Sequence[Span], num_tokens: int, current_turn: int, body: range) -> tuple[list[int], list[int]]:
         """Pages of the body that are never evicted, and those of the newest turns, ascending."""

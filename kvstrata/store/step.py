@@ -210,11 +210,12 @@ class Step:
 
     def _tier(self, s: Sequence, p: int, settles: bool, count: int) -> Tier:
         if settles:
-            tier, weighing = self._store.layout.check_tier(s.plan.tier(p)), s.plan.weighing
-            if weighing is None or weighing.tier <= tier or not self._staging:
-                return tier
-            self._stages = True
-            return weighing.tier
+            tier, thinning = self._store.layout.check_tier(s.plan.tier(p)), s.plan.thinning
+            # what will be thinned has more planes than survivors until then: gathering quantizes it again
+            last = tier if thinning is None or p in thinning.spared else min(tier, thinning.tier)
+            staged = tier if s.plan.weighing is None else max(tier, s.plan.weighing.tier)
+            self._stages |= staged > last
+            return staged if self._staging else last
         residual = self._store.layout.codec.residual_tier
         return residual if residual is not None and not self._store.config.window and count < PAGE_SIZE else Tier.BF16
 
