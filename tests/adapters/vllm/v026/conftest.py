@@ -8,7 +8,8 @@ os.environ |= {
     # the engine compiles parts of its sampler whatever its mode, once a process, for most of the time that a start takes
     "TORCHDYNAMO_DISABLE": "1",
 }  # fmt: skip
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# models this small gain nothing from threads, and two ranks of two threads each wait for one another on two cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the engine looks for a GPU's compilers, not for an interpreter
 os.environ.pop("TRITON_INTERPRET", None)
 
