@@ -242,6 +242,8 @@ def train_intent(
             complain(error)
             failed.append(str(error))
     judges = sum(c.id in judging for c in enough)
+    if judge and not judges:
+        raise fail(f"none of the conversations of {', '.join(judge)} can judge", 1)
     with usage_errors(), progress_bar() as progress:
         report = train_on(
             loaded,

@@ -327,7 +327,7 @@ class Session:
             plan = self._plan(token_ids)
             sequence_id = self.store.add_sequence(plan)
             # pages coarser than any of ours are not taken from a neighbour: "full" stays full
-            self.store.match_prefix(sequence_id, token_ids, min(plan.tiers))
+            self.store.match_prefix(sequence_id, token_ids, plan.coarsest)
             self._cache.adopt(sequence_id)
         self._spans, self._known = spans, len(token_ids)
         return int(self._sequence.num_tokens)

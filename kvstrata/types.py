@@ -155,6 +155,8 @@ class Thinning:
     False leaves survivors where they are, others masked, which frees pages of none alone; for one set only, as a page has one mask.
     renumber: as engines have it that compact a cache: what lies behind the first token that went has another number now, so the next
     request does not find it where its tokens say, and computes it again.
+    staging: tier at which pages settle that may be thinned, and wait so for the choice, for what is gathered is quantized again; None =
+    their own. Where the arena has no frames for that they settle at `tier`.
     For score intent: asks, what is remembered; decay, by how much less a turn later; rope, whether a remembered query counts as if it were
     asked now (moved) or where it stood (asked); pool, whether a key counts for the most that a query pays it (max) or for the sum (sum);
     residual, file of a trained head whose score is added (ops/residual.py), None = none; tags, for the head, age and role of each token as
@@ -176,6 +178,7 @@ class Thinning:
     residual: str | None = None
     tags: bytes = b""
     renumber: bool = False
+    staging: Tier | None = None
 
     def __post_init__(self) -> None:
         for name in ("count", "pages", "slack"):
@@ -243,6 +246,11 @@ class Plan:
     weighing: "Weighing | None" = None
     loss: float | None = None
     predicted_kl: float | None = None
+
+    @property
+    def coarsest(self) -> Tier:
+        """The lowest tier that any page or survivor may have."""
+        return min((*self.tiers, *(() if self.thinning is None else (self.thinning.tier,))), default=self.default)
 
     def tier(self, page: int) -> Tier:
         return self.tiers[page] if page < len(self.tiers) else self.default

@@ -7,9 +7,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
+from kvstrata.adapters.hf import store_config
 from kvstrata.ops.quant import NonFiniteError
 from kvstrata.session import CHUNK, Session
 from kvstrata.store.contents import Contents
+from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Role, Span, Tier
 from tests.models import tiny
 from tests.test_session import TOOL, conversation
@@ -72,6 +74,49 @@ def test_survivors_are_quantized_once(model: PreTrainedModel, tokenizer: PreTrai
             off.append(float((keys.float() - want)[old].pow(2).mean().sqrt()))
     assert session.report.survivors > 300
     assert off[1] < 1.35 * off[0]
+
+
+@pytest.mark.parametrize("tier", [Tier.INT2, Tier.INT4])
+def test_a_newest_turn_is_billed_as_it_lies(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tier: Tier) -> None:
+    """Its pages wait at INT4 for INT2's sake, and no higher; nothing else is left above the tier."""
+    ids, spans = long_turn(1500)
+    with Session(model, tokenizer, "intentkv", policy_settings={"kept": 0.88, "tier": tier}, capacity_tokens=2000) as session:
+        session.feed(ids, spans, logits_to_keep=1)
+        tiers = session.page_tiers()
+        assert set(tiers) <= {Tier.EVICTED, tier, Tier.INT4, Tier.BF16}
+        newest = session.store.sequence(session._cache.sequence_ids[0]).plan.thinning
+        assert newest is not None
+        assert all(t in (tier, Tier.EVICTED, Tier.BF16) or p in newest.spared for p, t in enumerate(tiers))
+
+
+@pytest.mark.parametrize(("tier", "capacity"), [(Tier.INT2, 300), (Tier.INT2, 400), (Tier.INT4, 400)])
+def test_an_arena_without_room_for_staging_is_enough(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tier: Tier, capacity: int
+) -> None:
+    ids, spans = long_turn(1500)
+    settings = {"tier": tier, "kept": 1.0}
+    with Session(model, tokenizer, "intentkv", policy_settings=settings, capacity_tokens=capacity, chunk_tokens=100) as session:
+        for end in range(100, 1501, 100):
+            session.feed(ids[:end], tuple(Span(s.start, min(s.end, end), s.role, s.turn) for s in spans if s.start < end), logits_to_keep=1)
+            session.store.check_integrity()
+        assert len(session.token_ids) == 1500
+
+
+@pytest.mark.parametrize("policy", ["streaming", "intentkv"])
+def test_neighbours_of_the_same_tier_are_reused(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str) -> None:
+    ids, spans = long_turn(900)
+    store = Store(store_config(model, 4000))
+    with Session(model, tokenizer, "uniform", policy_settings={"tier": "INT4"}, store=store) as first:
+        first.feed(ids, spans, logits_to_keep=1)
+        settings = {"tier": "INT4", "kept": 0.9, "spare": ()}
+        with Session(model, tokenizer, policy, policy_settings=settings, store=store) as second:
+            second.feed(ids, spans, logits_to_keep=1)
+            assert second.report.reused_tokens == 832
+
+
+def test_masking_frees_no_bytes_and_takes_no_budget(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match="repack is False under a budget"):
+        Session(model, tokenizer, "intentkv", budget_bits=2.0, policy_settings={"per_head": False, "repack": False}, capacity_tokens=1000)
 
 
 def test_settings_that_evict_nothing_change_nothing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

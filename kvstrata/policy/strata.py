@@ -33,7 +33,8 @@ class Strata:
     trust: how much of a page's loss is said by the newest queries, 0 to 1, the rest by its tags: what was looked at just now is not all
     that will be. contrast: the power of a page's loss that is believed, 0 to 1; 0 takes all pages for alike. What is lost most dearly is
     what nobody looked at yet, so a page that seems to matter little is not as cheap as it seems (docs/planner.md).
-    thin: whether tokens are evicted, each layer and KV head its own; False: whole pages alone. score: who lives on, as Thinning has it.
+    thin: whether tokens are evicted, each layer and KV head its own; False: whole pages alone, and so without staging, where what a step
+    settled would wait for the next one. score: who lives on, as Thinning has it.
     regret: by how much a token that is gone loses more than its attention says, for facts are asked that nobody has looked for yet.
     intent: the power of a page's alignment with the session's asks in its weight (docs/intentkv.md); 0: none.
     staging: tier at which pages settle before they are weighed; None: they never are. refresh, decay: as Weighing has them.
@@ -103,7 +104,14 @@ class Strata:
             # what is yet to be weighed takes no planes from what is stored before it is: it is staged, and planned anew as its step ends
             held[len(stored) :] = int(self.tiers[0])
         market = Market.of(
-            self.tiers, self.thin, self._losses(counts, mass), self._kept(counts, body, budget), held, alive, signals, budget
+            self.tiers,
+            self.thin and self.staging is not None,
+            self._losses(counts, mass),
+            self._kept(counts, body, budget),
+            held,
+            alive,
+            signals,
+            budget,
         )
         chosen = market.solve(self.solver, self._most(budget))
         # past the window's start a tier is a promise for later; the newest pages keep the default at least

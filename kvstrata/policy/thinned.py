@@ -71,8 +71,9 @@ class Thinned:
         pages = num_pages(num_tokens, budget)
         window = signals.window_pages if budget is None else budget.window_pages
         body = range(min(self.sinks, pages), max(min(self.sinks, pages), pages - window))
-        # what is gathered is quantized again: until then it has more planes
-        staging = max(self.tier, *self.tiers) if self.repack else self.tier
+        if budget is not None and not self.repack:
+            raise ValueError("repack is False under a budget: masked tokens free no bytes; accepted: True")
+        staging, waiting = self._staged
         tiers = [Tier.BF16] * body.start + [self.tier] * (pages - body.start)
         never, newest = self._spared(spans, num_tokens, signals.current_turn, body)
         fixed = [*range(body.start), *never]
@@ -89,8 +90,7 @@ class Thinned:
             budget.check(floor, self.name)
         # a sequence always keeps one living page
         room = max(room, int(not fixed and not window), 0)
-        # the newest turns' pages age, and are gathered then
-        dear = 1 if budget is None else budget.tier_bytes[staging] / budget.tier_bytes[self.tier]
+        dear = 1 if budget is None else budget.tier_bytes[waiting] / budget.tier_bytes[self.tier]
         newest = newest[len(newest) - min(len(newest), int(room // 2 / dear)) :]
         room -= math.ceil(len(newest) * dear)
         fill = 1.0 if self.tier is Tier.BF16 else FILL
@@ -100,9 +100,19 @@ class Thinned:
             count, most = slots, math.ceil((slots + self.slack) / fill / PAGE_SIZE)
         else:
             count, most = max(0, int(slots * fill) - self.slack), room
-        for p in set(range(body.start, pages)) - set(never):
-            tiers[p] = staging
-        return Plan(tuple(tiers), staging, thinning=self._thinning(count, most, frozenset([*fixed, *newest]), spans))
+        for p in newest:
+            tiers[p] = waiting
+        thinning = replace(self._thinning(count, most, frozenset([*fixed, *newest]), spans), staging=staging)
+        return Plan(tuple(tiers), self.tier, thinning=thinning)
+
+    @property
+    def _staged(self) -> tuple[Tier | None, Tier]:
+        """What pages have until they are thinned, for what is gathered is quantized again (None: their own tier), and those of the newest
+        turns for as long as they are that: only INT2 is worth the bytes."""
+        if self.tier not in self.tiers or not self.repack:
+            return None, self.tier
+        waiting = min((t for t in self.tiers if t >= Tier.INT4), default=self.tier) if self.tier is Tier.INT2 else self.tier
+        return self.tiers[-1], waiting
 
     def _spared(self, spans: Sequence[Span], num_tokens: int, current_turn: int, body: range) -> tuple[list[int], list[int]]:
         """Pages of the body that are never evicted, and those of the newest turns, ascending."""

@@ -211,9 +211,13 @@ class Step:
     def _tier(self, s: Sequence, p: int, settles: bool, count: int) -> Tier:
         if settles:
             tier, thinning = self._store.layout.check_tier(s.plan.tier(p)), s.plan.thinning
-            # what will be thinned has more planes than survivors until then: gathering quantizes it again
-            last = tier if thinning is None or p in thinning.spared else min(tier, thinning.tier)
-            staged = tier if s.plan.weighing is None else max(tier, s.plan.weighing.tier)
+            last, staged = tier, tier if s.plan.weighing is None else max(tier, s.plan.weighing.tier)
+            if thinning is not None and tier is not Tier.BF16:
+                spared = p in thinning.spared
+                if thinning.staging is not None or not spared:
+                    last = min(tier, thinning.tier)
+                if thinning.staging is not None and not spared:
+                    staged = max(staged, thinning.staging)
             self._stages |= staged > last
             return staged if self._staging else last
         residual = self._store.layout.codec.residual_tier

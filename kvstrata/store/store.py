@@ -25,7 +25,7 @@ from kvstrata.store.queries import NONE, Queries
 from kvstrata.store.signals import check_head, remember, scored, wants_newest
 from kvstrata.store.step import Step
 from kvstrata.store.tables import TableBuilder, alone
-from kvstrata.store.thin import is_due, thin, thinnable
+from kvstrata.store.thin import is_due, staged, thin, thinnable
 from kvstrata.types import PAGE_SIZE, Plan, Thinning, Tier
 
 
@@ -236,10 +236,11 @@ class Store:
             remember(self, s, plan.thinning)
         self.forget_queries(s)
         before = self.arena.free
+        waiting = staged(s, plan)
         for p in range(s.settled):
             page = s.pages[p]
             live = page.live & ~plan.dead.get(p, 0)
-            tier = min(plan.tier(p), page.tier) if live else Tier.EVICTED
+            tier = min(page.tier if p in waiting else plan.tier(p), page.tier) if live else Tier.EVICTED
             if tier == page.tier and live == page.live:
                 continue
             s.replace_page(p, self._demote(page, tier, live))

@@ -19,7 +19,7 @@ from kvstrata.store.arena import OutOfFramesError
 from kvstrata.store.contents import Contents, tokens_of
 from kvstrata.store.gathered import EMPTY, Gathered
 from kvstrata.store.page import Page, Sequence
-from kvstrata.types import PAGE_SIZE, Thinning, Tier
+from kvstrata.types import PAGE_SIZE, Plan, Thinning, Tier
 
 if TYPE_CHECKING:
     from kvstrata.store.store import Store
@@ -52,6 +52,14 @@ def is_due(s: Sequence, thinning: Thinning) -> bool:
     crowded = thinning.repack and len(pages) + len(s.survivors) > thinning.pages
     # pages of survivors are thinned too: a newest turn that grows, of which nothing goes yet, leaves them less room
     return bool(pages or s.survivors) and (crowded or s.held_tokens - stays > thinning.count + thinning.slack)
+
+
+def staged(s: Sequence, plan: Plan) -> frozenset[int]:
+    """Pages that are about to be thinned, from the planes that they have and not from those that the plan would leave them."""
+    thinning = plan.thinning
+    if thinning is None or thinning.staging is None:
+        return frozenset()
+    return frozenset(thinnable(s, thinning))
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def test_moved_pages_are_counted_by_hand(tokenizer: Any) -> None:
 def test_a_study_from_end_to_end_and_again(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = tmp_path / "source.jsonl", tmp_path / "calibration"
     source.write_text("".join(to_json(trace(i)) + "\n" for i in range(4)))
-    monkeypatch.setattr(study, "load", lambda name: (tiny_model(), tokenizer))
+    monkeypatch.setattr(study, "load", lambda name, device="cpu": (tiny_model(), tokenizer))
     monkeypatch.setattr(study, "BITS", 16.0)
 
     def main(**changes: Any) -> dict[str, Any]:
