@@ -28,13 +28,19 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Chart:
+class Frame:
+    """A drawing's size, and where its axes lie."""
+
     width: int
     height: int
     left: int
     right: int
     top: int
     bottom: int
+
+
+@dataclass(frozen=True)
+class Chart(Frame):
     series: tuple[Series, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]

@@ -5,7 +5,6 @@ writes OUT.json after each run and OUT.md from it. What OUT.json holds already i
 goes on where it stopped, and several may write one file. Knows nothing of how a setting is run.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,8 +206,8 @@ def main(
     again: Annotated[bool, typer.Option(help="Run rows that OUT.json holds already, and replace them.")] = False,
     device: Device = "cpu",
 ) -> None:
-    path, at, groups = out.with_suffix(".json"), [int(x) for x in places.split(",")], rows.split(",")
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": []}
+    at, groups = [int(x) for x in places.split(",")], rows.split(",")
+    data = study_file.begun(out, runs=[])
     loaded, tokenizer = load(model, device=device)
     traces = load_traces(source, max(at) + 1).traces
     name = Path(model).name

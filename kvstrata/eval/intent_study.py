@@ -6,7 +6,6 @@ it stopped, and several may write one file. `turns` feeds prompts and replies on
 whole reading once for all rows, lets each evict once, and asks. Knows nothing of how a setting is run.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -299,8 +298,8 @@ def main(
     device: Device = "cpu",
 ) -> None:
     check_protocol(protocol)
-    path, groups = out.with_suffix(".json"), rows.split(",")
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": Path(model).name, "runs": []}
+    groups = rows.split(",")
+    data = study_file.begun(out, model=Path(model).name, runs=[])
     wanted = [r for r in make_rows(residual or None) if r.group in groups and (not only or r.label in only.split(";"))]
     traces = [load_traces(f"research:{s}:{tokens}").traces[0] for s in scenarios.split(",")]
     loaded, tokenizer = load(model, device=device)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstrata.eval.chart import Tick, nice_ticks
+from kvstrata.eval.chart import Frame, Tick, nice_ticks
 
 SHAPES = ("circle", "square", "diamond", "up", "down", "cross", "plus", "star", "bar", "hexagon", "left", "right")
 BIT_TICKS = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
@@ -47,13 +47,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class ParetoChart:
-    width: int
-    height: int
-    left: int
-    right: int
-    top: int
-    bottom: int
+class ParetoChart(Frame):
     families: tuple[Family, ...]
     front: str
     x_ticks: tuple[Tick, ...]

@@ -6,7 +6,6 @@ where it stopped, and several may write one file. A peer whose package is missin
 stored once, the last 400 tokens scored; then the same with five planted facts, asked at the end. Knows nothing of how a peer stores.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,7 +78,7 @@ def main(
 ) -> None:
     check_protocol(protocol)
     name, path = Path(model).name, out.with_suffix(".json")
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": name, "runs": [], "missing": {}}
+    data = study_file.begun(out, model=name, runs=[], missing={})
     if data["model"] != name:
         raise typer.BadParameter(f"{path} holds runs of {data['model']}, not of {name}; give another --out")
     rows = [r for r in chosen_rows(name, groups, profile) if not only or r.label in only.split(";")]

@@ -6,7 +6,6 @@ stored once, the last 400 tokens scored, or, of
 group facts, the answers to questions on a deep-research conversation. Knows nothing of how a setting is run.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -151,8 +150,7 @@ def main(
     device: Device = "cpu",
     research: Annotated[str, typer.Option(help="Conversations of group facts: SCENARIO:TOKENS, separated by commas.")] = RESEARCH,
 ) -> None:
-    path = out.with_suffix(".json")
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": Path(model).name, "runs": []}
+    data = study_file.begun(out, model=Path(model).name, runs=[])
     wanted = [r for r in make_rows(profile) if r.group in rows.split(",") and (not only or r.label in only.split(";"))]
     loaded, tokenizer = load(model, device=device)
     chosen = [int(x) for x in places.split(",") if x]

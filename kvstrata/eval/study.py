@@ -58,6 +58,12 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
+def begun(out: Path, **fresh: Any) -> dict[str, Any]:
+    """What OUT.json holds already, or `fresh` where there is none."""
+    path = out.with_suffix(".json")
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else fresh
+
+
 def save(
     data: dict[str, Any], out: Path, key: Callable[[dict[str, Any]], Hashable], markdown: Callable[[dict[str, Any]], str]
 ) -> None:  # fmt: skip

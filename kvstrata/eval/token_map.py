@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata.eval.chart import Tick, nice_ticks
+from kvstrata.eval.chart import Frame, Tick, nice_ticks
 from kvstrata.eval.watched import Watched
 from kvstrata.types import PAGE_SIZE, Role, Tier
 
@@ -102,15 +102,9 @@ class TurnBar:
 
 
 @dataclass(frozen=True)
-class TurnChart:
+class TurnChart(Frame):
     """Bytes above, hit rates below."""
 
-    width: int
-    height: int
-    left: int
-    right: int
-    top: int
-    bottom: int
     hits_top: int
     hits_bottom: int
     bars: tuple[TurnBar, ...]

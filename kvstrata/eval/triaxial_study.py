@@ -5,7 +5,6 @@ writes OUT.json after each run and OUT.md from it. Runs that OUT.json holds alre
 where it stopped, and two on different conversations may write one file. Protocol "turns". Knows nothing of how a setting is run.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -190,9 +189,8 @@ def main(
     only: Annotated[str, typer.Option(help="Labels of rows to run, separated by semicolons; all by default.")] = "",
     device: Device = "cpu",
 ) -> None:
-    path = out.with_suffix(".json")
     name = Path(model).name
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": name, "runs": [], "turns": []}
+    data = study_file.begun(out, model=name, runs=[], turns=[])
     others = {"default": "default", "smollm2": "smollm2"} | dict(o.split("=", 1) for o in other or [])
     wanted = [r for r in make_rows(own, published, others) if r.group in rows.split(",") and (not only or r.label in only.split(";"))]
     loaded, tokenizer = load(model, device=device)

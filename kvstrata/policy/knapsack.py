@@ -45,6 +45,13 @@ def hulls(cost: Ints, loss: Floats) -> Ints:
     return paths.T
 
 
+def _steps(cost: Ints, loss: Floats) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """The items' hulls, and each step up one of them: the item, how many steps lie below, and the choices that it leads from and to."""
+    paths = hulls(cost, loss)
+    item, step = np.nonzero(paths[:, 1:] >= 0)
+    return paths, item, step, paths[item, step], paths[item, step + 1]
+
+
 def greedy(cost: Ints, loss: Floats, limit: int, preference: Floats) -> Ints:
     """cost, loss [items, choices], limit: of the sum -> a choice for each item, int64 [items]; the cheapest ones where nothing fits.
 
@@ -54,9 +61,7 @@ def greedy(cost: Ints, loss: Floats, limit: int, preference: Floats) -> Ints:
         return np.zeros(0, np.int64)
     by_preference = np.argsort(preference, kind="stable")
     cost, loss = cost[by_preference], loss[by_preference]
-    paths = hulls(cost, loss)
-    item, step = np.nonzero(paths[:, 1:] >= 0)
-    before, after = paths[item, step], paths[item, step + 1]
+    paths, item, step, before, after = _steps(cost, loss)
     price = cost[item, after] - cost[item, before]
     # a hull's gains fall, so an item's steps keep their order
     order = np.argsort((loss[item, after] - loss[item, before]) / price, kind="stable")
@@ -84,9 +89,7 @@ def cover(cost: Ints, loss: Floats, most: float, preference: Floats) -> Ints:
         return np.zeros(0, np.int64)
     by_preference = np.argsort(preference, kind="stable")
     cost, loss = cost[by_preference], loss[by_preference]
-    paths = hulls(cost, loss)
-    item, step = np.nonzero(paths[:, 1:] >= 0)
-    before, after = paths[item, step], paths[item, step + 1]
+    paths, item, step, before, after = _steps(cost, loss)
     gain = loss[item, before] - loss[item, after]
     order = np.argsort(-gain / (cost[item, after] - cost[item, before]), kind="stable")
     left = float(loss[np.arange(len(cost)), paths[:, 0]].sum()) - np.concatenate([[0.0], np.cumsum(gain[order])])

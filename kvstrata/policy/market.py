@@ -19,7 +19,7 @@ SHARES = (1 / 4, 1 / 2, 3 / 4)
 """Shares of a page's tokens that can be bought."""
 KEPT_POWER = 0.4
 """Of the attention that later turns pay, what a share f of the tokens gets, chosen for each layer and KV head by what asked before, is
-f ** 0.4: 0.40, 0.57 and 0.79 were measured at 1/8, 1/4 and 1/2 (intent/heads/qwen05.json, `mass_kept` of the rule)."""
+f ** 0.4: 0.44, 0.60 and 0.81 were measured at 1/8, 1/4 and 1/2 (intent/heads/qwen05.json, `mass_kept` of the rule)."""
 SLACK = 64
 """Tokens that may gather before survivors are chosen anew."""
 GATHERING = -(-SLACK // PAGE_SIZE)
