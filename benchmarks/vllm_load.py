@@ -235,6 +235,8 @@ def main() -> None:
     common = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         **{k: v for k, v in asdict(setup).items() if k not in ("loads", "profile")},
+        # where a folder lies is one machine's affair
+        "model": setup.model and Path(setup.model).name,
         "start_seconds": ready, "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
         "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
     }  # fmt: skip
