@@ -276,8 +276,8 @@ def test_anchors_follow_the_turns_and_are_reported(model: PreTrainedModel, token
             assert s.plan.anchors is not None and report.anchors == s.plan.anchors.count > 0
             assert 0 <= report.anchors_promoted <= report.anchors
             assert s.num_tokens - s.chosen_at < 8
-            # the newest 64 queries of each layer are paid for, besides the frames
-            assert report.bytes_queries == model.config.num_hidden_layers * 64 * model.config.num_attention_heads * 64 * 2
+            # the newest 64 queries of each layer are paid for, besides the frames: a byte a channel and four of scale a head
+            assert report.bytes_queries == model.config.num_hidden_layers * 64 * model.config.num_attention_heads * (64 + 4)
             assert report.bytes_stored == session.store.bytes_in_use + report.bytes_queries
             messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "Go on."}]
         before = [page.positions.tolist() for page in s.anchors]

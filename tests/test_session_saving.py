@@ -337,13 +337,42 @@ def test_an_altered_file_changes_nothing(model: PreTrainedModel, tokenizer: PreT
     check_refused(path, model, tokenizer, "of format 'gguf'; accepted: 'kvstrata session'")
 
 
+@pytest.mark.parametrize("version", ["1", "3"])
 def test_another_version_is_named(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    with monkeypatch.context() as later:
-        later.setattr(verified, "VERSION", "2")
-        verified.write(tmp_path / "later.kvs", *_contents(saved))
-    check_refused(tmp_path / "later.kvs", model, tokenizer, "of version '2'; accepted: '1'")
+    """Version 1 held queries in the store's dense dtype, version 2 holds them at eight bits; 3 is to come."""
+    with monkeypatch.context() as other:
+        other.setattr(verified, "VERSION", version)
+        verified.write(tmp_path / "other.kvs", *_contents(saved))
+    check_refused(tmp_path / "other.kvs", model, tokenizer, f"of version '{version}'; accepted: '2'")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [({"queries.scales": None}, "queries.scales is missing"), ({"queries": None}, "queries is missing"),
+     ({"queries": lambda x: x.bfloat16()}, "queries is torch.bfloat16 .*accepted: torch.int8"),
+     ({"queries.scales": lambda x: x[..., 1:]}, r"queries.scales is torch.float32 .*accepted: torch.float32 \[3, 64, 4\]"),
+     ({"queries": lambda x: x[:, :, 1:], "queries.scales": lambda x: x[:, :, 1:]}, r"queries is torch.int8 .*accepted: .*3, 64, 4, 64\]")],
+)  # fmt: skip
+def test_wrong_queries_are_refused_before_anything_changes(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, change: dict[str, Callable[[Any], Any] | None], match: str
+) -> None:
+    with begun(model, tokenizer, "strata") as session:
+        session.save(tmp_path / "one.kvs")
+        document, tensors = _contents(tmp_path / "one.kvs")
+        for name, harm in change.items():
+            x = tensors.pop(name)
+            if harm is not None:
+                tensors[name] = harm(x).contiguous()
+        verified.write(tmp_path / "wrong.kvs", document, tensors)
+        store = session.store
+        before = (store.arena.free, list(store.queries.ref_counts), state(session))
+        # a ring's heads are known by the store that has one already
+        with pytest.raises(ValueError, match=match):
+            Session.load(tmp_path / "wrong.kvs", model, tokenizer, store=store)
+        store.check_integrity()
+        assert before == (store.arena.free, list(store.queries.ref_counts), state(session))
 
 
 def _contents(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

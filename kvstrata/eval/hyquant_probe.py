@@ -17,6 +17,7 @@ from kvstrata.ops.codecs import Codec
 from kvstrata.ops.quant import rotate
 from kvstrata.ops.score import NUM_QUERIES, column_scores
 from kvstrata.store.layout import Layout
+from kvstrata.store.queries import ring_bytes
 from kvstrata.types import PAGE_SIZE, Tier
 
 SHARES = (0.01, 0.05)
@@ -119,7 +120,7 @@ def overhead(
     Strict INT4 is every page at INT4 of the same codec; "codes" are its 4 bits alone, without metadata. The window is at its widest.
     """
     layout = Layout.of(StoreConfig(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, num_frames=2, window=window))
-    queries = num_layers * NUM_QUERIES * num_kv_heads * group * head_dim * 2
+    queries = ring_bytes(num_layers, num_kv_heads * group, head_dim)
     rows = []
     for n in tokens:
         pages = n // PAGE_SIZE

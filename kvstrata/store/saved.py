@@ -78,8 +78,11 @@ def pack(store: Store, s: Sequence) -> tuple[dict[str, Any], Tensors]:
     )  # fmt: skip
     tensors = {
         "token_ids": torch.tensor(s.token_ids, dtype=torch.int64), "planes": _planes(store, s), "weights": torch.from_numpy(s.weights),
-        "received": s.received, "worth": s.worth, "memory": s.memory.queries, "queries": _newest(store, s),
+        "received": s.received, "worth": s.worth, "memory": s.memory.queries,
     }  # fmt: skip
+    first = _first_query(s.num_tokens, s.queries_from)
+    if store.queries.holds(s.ring) and first < s.num_tokens:
+        tensors["queries"], tensors["queries.scales"] = store.queries.packed(s.ring, first, s.num_tokens)
     for name, pages in (("anchors", s.anchors), ("survivors", s.survivors)):
         if pages:
             tensors[f"{name}.positions"] = torch.from_numpy(np.stack([page.positions for page in pages]))
@@ -101,14 +104,6 @@ def _planes(store: Store, s: Sequence) -> Tensor:
             planes[:, start:end] = dense.to_frames(k, v, planes.shape[-1])
         start = end
     return planes
-
-
-def _newest(store: Store, s: Sequence) -> Tensor | None:
-    """The newest queries, [layers, queries, Hq, D]."""
-    first = _first_query(s.num_tokens, s.queries_from)
-    if not store.queries.holds(s.ring) or first >= s.num_tokens:
-        return None
-    return torch.stack([store.queries.read(layer, s.ring, first, s.num_tokens) for layer in range(store.config.num_layers)])
 
 
 def _first_query(num_tokens: int, queries_from: int) -> int:
@@ -136,14 +131,16 @@ def unpack(store: Store, document: dict[str, Any], tensors: Tensors) -> Unplaced
             if positions.min() < EMPTY or positions.max() >= n:
                 raise ValueError(f"{name} are at positions {int(positions.min())} to {int(positions.max())} of {n} tokens")
     needed = {"memory"} if facts.memory_positions else set()
-    needed |= {"queries"} if facts.has_ring and _first_query(n, facts.queries_from) < n else set()
+    newest = n - _first_query(n, facts.queries_from)
     for name, dtype, shape in (
         ("received", torch.float32, (*heads, None)), ("worth", torch.float16, (*heads, None)),
         ("memory", store.dense_dtype, (len(facts.memory_positions), c.num_layers, None, c.head_dim)),
-        ("queries", store.dense_dtype, (c.num_layers, n - _first_query(n, facts.queries_from), None, c.head_dim)),
     ):  # fmt: skip
         if name in tensors or name in needed:
             _check(tensors, name, dtype, shape)
+    if "queries" in tensors or (facts.has_ring and newest > 0):
+        _check(tensors, "queries", torch.int8, (c.num_layers, newest, store.queries.num_heads, c.head_dim))
+        _check(tensors, "queries.scales", torch.float32, tuple(tensors["queries"].shape[:3]))
     room = store.arena.free + store.prefix.reclaimable()
     if frames > room:
         raise OutOfFramesError(frames, room, store.holders())
@@ -189,7 +186,7 @@ def place(store: Store, unplaced: Unplaced) -> int:
     s.weights = _copy(tensors["weights"])
     s.received, s.worth, memory = (tensors[k].to(device) if k in tensors else None for k in ("received", "worth", "memory"))
     s.memory = QueryMemory(facts.memory_positions, facts.memory_turns, memory, facts.memory_until)
-    _restore_queries(store, s, facts, tensors.get("queries"))
+    _restore_queries(store, s, facts, tensors)
     if facts.salted:
         # a salt is of one store: another's could be some neighbour's there
         store.new_epoch(s)
@@ -201,16 +198,14 @@ def _copy(x: Tensor) -> NDArray[Any]:
     return x.numpy().copy()
 
 
-def _restore_queries(store: Store, s: Sequence, facts: Facts, newest: Tensor | None) -> None:
+def _restore_queries(store: Store, s: Sequence, facts: Facts, tensors: Tensors) -> None:
     s.queries_from = facts.queries_from
     if not facts.has_ring:
         return
     s.ring = store.queries.take()
-    if newest is not None:
-        device = store.arena.buffer.device
-        places = torch.arange(s.num_tokens - newest.shape[1], s.num_tokens, device=device) % NUM_QUERIES
-        for layer, q in enumerate(newest.to(device)):
-            store.queries.write(layer, torch.full_like(places, s.ring), places, q)
+    first = _first_query(s.num_tokens, s.queries_from)
+    if first < s.num_tokens:
+        store.queries.restore(s.ring, first, tensors["queries"], tensors["queries.scales"])
 
 
 def _offer(store: Store, s: Sequence) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FORMAT = "kvstrata session"
-VERSION = "1"
+VERSION = "2"
 _ZEROS = "0" * 64
 _PIECE = 1 << 20
 

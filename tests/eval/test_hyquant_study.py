@@ -155,7 +155,7 @@ def test_overhead_counts_what_a_layout_counts() -> None:
     # 36 layers, 8 heads, frames of 1184 bytes: INT2 has two, INT4 four, INT8 eight, BF16 fourteen
     frame, pages = 36 * 8 * 1184, 1024
     anchors = -(-int(0.05 * (pages - 9) * 32 + 0.999) // 32)
-    expected = frame * (2 * (pages - 9) + 8 * anchors + 14 * 9) + 36 * 64 * 32 * 128 * 2
+    expected = frame * (2 * (pages - 9) + 8 * anchors + 14 * 9) + 36 * 64 * 32 * (128 + 4)
     assert row["over_strict"] == pytest.approx(expected / (frame * 4 * pages) - 1)
     assert row["bits"] == pytest.approx(8 * expected / (32768 * 36 * 8 * 128 * 2))
 

@@ -7,7 +7,7 @@ import torch
 from kvstrata.store.queries import NONE
 from kvstrata.types import PAGE_SIZE, Anchors, Plan, Tier
 from tests.store.anchored import anchors_of, attended, feed, feed_batch, generate, plan
-from tests.store.reference import H, L, kv, make_store
+from tests.store.reference import D, H, L, kv, make_store
 
 
 @pytest.mark.parametrize(("refresh", "window"), [(1, 64), (16, 64), (64, 0), (100, 64)])
@@ -74,7 +74,8 @@ def test_a_frozen_choice_keeps_no_queries() -> None:
     store = make_store()
     one = store.add_sequence(plan(4, refresh=0))
     feed(store, one, list(range(100)))
-    assert store.sequence(one).ring != NONE and store.queries.ring_bytes == L * 64 * 2 * H * 64 * 4
+    # a byte a channel and four of scale a head
+    assert store.sequence(one).ring != NONE and store.queries.ring_bytes == L * 64 * 2 * H * (D + 4)
     feed(store, one, list(range(100, 300)))
     assert store.sequence(one).anchors and store.sequence(one).ring == NONE
     assert store.queries.ref_counts == [0] * len(store.queries.ref_counts)
