@@ -25,6 +25,7 @@ from kvstrata.policy import POLICIES, BudgetTooSmallError, Signals, make_policy,
 from kvstrata.policy.pressure import rank_pages
 from kvstrata.policy.tags import page_tags
 from kvstrata.policy.thinned import Thinned
+from kvstrata.store.anchors import holding
 from kvstrata.store.layout import Layout
 from kvstrata.store.page import Sequence
 from kvstrata.store.queries import NONE
@@ -357,7 +358,7 @@ class Session:
         s = self._sequence if self._cache.sequence_ids else Sequence(0)
         window = -(-n // PAGE_SIZE) - self.store.first_window_page(n)
         held, turn = tuple(page.tier for page in s.pages[: s.settled]), max((span.turn for span in spans), default=0)
-        signals = Signals(turn, tuple(s.weights.tolist()), held, window, *living(self.store, s))
+        signals = Signals(turn, tuple(s.weights.tolist()), held, window, *living(self.store, s), *holding(self.store, s, n))
         budget = self._allowance.budget(n)
         try:
             return self.policy.plan(spans, n, signals, budget)

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -41,15 +42,22 @@ def small(model: PreTrainedModel, tokens: int) -> Store:
     return Store(store_config(model, tokens, window=0))
 
 
-@pytest.mark.parametrize("policy", ["strata", "role"])
+CASES: dict[str, dict[str, Any]] = {
+    "strata": {"policy": "strata"},
+    "role": {"policy": "role"},
+    "strata, anchors": {"policy": "strata", "budget_bits": 5.0, "policy_settings": {"rho": 0.05}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", [2, 3])
 def test_nothing_is_refused_while_anything_can_give_way(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str, count: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: str, count: int
 ) -> None:
     histories = []
     for _ in range(2):
         store = small(model, 420)
-        sessions = [Session(model, tokenizer, policy, store=store, auto=True, chunk_tokens=256) for _ in range(count)]
+        sessions = [Session(model, tokenizer, store=store, auto=True, chunk_tokens=256, **CASES[case]) for _ in range(count)]
         history: list[list[Tier]] = []
         for end in (300, 500, 700, 900, 1100):
             for i, session in enumerate(sessions):

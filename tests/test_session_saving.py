@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "h2o": {"policy_settings": {"kept": 300}, "chunk_tokens": 200},
     "snapkv": {"policy_settings": {"kept": 300}},
     "strata": {"budget_bits": 0.9},
+    "strata, anchors": {"budget_bits": 3.0, "policy_settings": {"rho": (0.0, 0.02, 0.1)}},
     "full": {},
     "role": {"codec": "kivi"},
     "window": {"policy_settings": {"recent": 200, "tier": "INT4"}},
@@ -81,7 +82,7 @@ def feed(session: Session, end: int, token: int | None = None) -> torch.Tensor:
 def begun(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str, **more: Any) -> Session:
     """A session in mid-conversation: two turns, then tokens one by one to where no page ends."""
     settings = {} if "store" in more else {"capacity_tokens": 2400}
-    session = Session(model, tokenizer, policy, **CASES[policy] | settings | more)
+    session = Session(model, tokenizer, policy.partition(",")[0], **CASES[policy] | settings | more)
     for end in (500, 900, *range(901, 909)):
         feed(session, end)
     return session
@@ -141,12 +142,12 @@ def test_a_loaded_session_goes_on_bit_by_bit(
     session = begun(model, tokenizer, policy)
     s = session._sequence
     # what the case is there for is there
-    assert bool(s.anchors) == (policy == "hyquant")
+    assert bool(s.anchors) == (policy in ("hyquant", "strata, anchors"))
     assert bool(s.survivors) == (policy in ("intentkv", "h2o", "snapkv", "strata"))
-    assert bool(len(s.weights)) == (policy == "strata")
+    assert bool(len(s.weights)) == policy.startswith("strata")
     assert bool(s.memory.positions) == (policy == "intentkv")
     assert (s.received is not None) == (policy == "h2o")
-    assert session.store.queries.holds(s.ring) == (policy in ("hyquant", "intentkv", "snapkv", "strata"))
+    assert session.store.queries.holds(s.ring) == (policy in ("hyquant", "intentkv", "snapkv", "strata", "strata, anchors"))
     assert bool(s.salt) == (policy in ("intentkv", "h2o", "snapkv", "window", "strata"))
     session.save(tmp_path / "one.kvs")
     with Session.load(tmp_path / "one.kvs", model, tokenizer) as loaded:
@@ -157,12 +158,12 @@ def test_a_loaded_session_goes_on_bit_by_bit(
     assert [p.name for p in tmp_path.iterdir()] == ["one.kvs"]
 
 
-@pytest.mark.parametrize("policy", ["uniform", "hyquant", "intentkv", "strata"])
+@pytest.mark.parametrize("policy", ["uniform", "hyquant", "intentkv", "strata", "strata, anchors"])
 def test_a_shared_store_takes_forks_and_loads(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, policy: str
 ) -> None:
     """The saved session shares its frames with a fork and a neighbour; it is loaded beside them, and again where others lie."""
-    window = 128 if policy == "hyquant" else 0 if policy == "strata" else 64
+    window = 128 if policy == "hyquant" else 0 if policy.startswith("strata") else 64
     store = Store(store_config(model, 12000, window=window))
     session = begun(model, tokenizer, policy, store=store)
     fork = store.fork(session._sequence.id)
@@ -190,10 +191,11 @@ def test_every_field_of_a_sequence_is_accounted_for() -> None:
     assert saved - {f.name for f in fields(Sequence)} == {"salted", "has_ring", "memory_positions", "memory_turns", "memory_until"}
 
 
-def test_a_chat_goes_on(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rho", [0.0, 0.1])
+def test_a_chat_goes_on(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, rho: float) -> None:
     model = tiny("qwen2", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
     messages = conversation(1)
-    with Session(model, tokenizer, "strata", 3.0, capacity_tokens=1500) as session:
+    with Session(model, tokenizer, "strata", 3.0, policy_settings={"rho": rho}, capacity_tokens=1500) as session:
         reply = session.chat(messages, max_new_tokens=40, min_new_tokens=40)
         messages += [reply.message, {"role": "user", "content": "Go on."}]
         session.save(tmp_path / "chat.kvs")
@@ -203,6 +205,7 @@ def test_a_chat_goes_on(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> N
             assert a.token_ids == b.token_ids
             assert b.report.reused_tokens == a.report.reused_tokens > 100
             assert b.report.turn == 1
+            assert (b.report.anchors > 0) == (rho > 0)
             assert state(session) == state(loaded)
 
 

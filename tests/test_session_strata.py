@@ -47,13 +47,21 @@ def fed(session: Session, told: Tagged, ends: list[int]) -> list[list[Tier]]:
     return out
 
 
-@pytest.mark.parametrize(("bits", "thin"), [(3.0, True), (1.6, False), (1.6, True)])
+def anchors_of(session: Session) -> list[bytes]:
+    return [page.positions.tobytes() for page in session._sequence.anchors]
+
+
+@pytest.mark.parametrize(
+    ("bits", "thin", "rho"),
+    [(3.0, True, 0.0), (1.6, False, 0.0), (1.6, True, 0.0), (3.0, True, (0.0, 0.02, 0.05)), (3.5, True, 0.1), (1.6, True, 0.05)],
+)
 def test_bytes_are_within_the_budget_after_every_step(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bits: float, thin: bool
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bits: float, thin: bool, rho: Any
 ) -> None:
     told = conversation(3000)
-    with Session(model, tokenizer, "strata", bits, policy_settings={"thin": thin}, capacity_tokens=3200) as session:
+    with Session(model, tokenizer, "strata", bits, policy_settings={"thin": thin, "rho": rho}, capacity_tokens=3200) as session:
         before: list[Tier] = []
+        anchors = 0
         # turns, then a reply token by token
         for end in [2200, 2600, 2900, *range(2901, 2970)]:
             (tiers,) = fed(session, told, [end])
@@ -63,18 +71,25 @@ def test_bytes_are_within_the_budget_after_every_step(
             assert all(new <= old for new, old in zip(tiers[:settled], before, strict=False))
             assert Tier.EVICTED not in tiers[: INST // PAGE_SIZE]
             before = tiers[:settled]
+            # what was bought is kept, and a step takes what replaces it besides
+            assert len(session._sequence.anchors) >= anchors
+            anchors = len(session._sequence.anchors)
+            assert session.report.peak_bytes >= session.report.bytes_stored
+        assert (anchors > 1) == (rho != 0.0 and bits > 2)
+        assert (session.report.anchors > 0) == (anchors > 0)
         assert (Tier.EVICTED in before) == (bits < 2)
         assert (session.report.survivors > 100) == (session.report.thinned > 0) == (bits < 2 and thin)
         assert before[0] is Tier.BF16
         assert session.report.bytes_queries > 0
 
 
-def test_the_same_tokens_get_the_same_plan(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("rho", [0.0, (0.0, 0.02, 0.05)])
+def test_the_same_tokens_get_the_same_plan(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rho: Any) -> None:
     told, ends = conversation(2600), [2200, 2400, 2401, 2433, 2600]
     runs = []
     for _ in range(2):
-        with Session(model, tokenizer, "strata", 3.0, capacity_tokens=2800) as session:
-            runs.append(fed(session, told, ends))
+        with Session(model, tokenizer, "strata", 3.0, policy_settings={"rho": rho}, capacity_tokens=2800) as session:
+            runs.append((fed(session, told, ends), anchors_of(session)))
     assert runs[0] == runs[1]
 
 
@@ -90,22 +105,69 @@ def test_what_queries_look_at_changes_the_plan(model: PreTrainedModel, tokenizer
 
 def test_a_failed_turn_leaves_weights_and_pages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     told = conversation(2600)
-    with Session(model, tokenizer, "strata", 3.0, capacity_tokens=2800) as session:
+    with Session(model, tokenizer, "strata", 3.0, policy_settings={"rho": 0.05}, capacity_tokens=2800) as session:
         (before,) = fed(session, told, [2300])
-        weights = session._sequence.weights.tolist()
+        weights, anchors = session._sequence.weights.tolist(), anchors_of(session)
         with pytest.raises(ValueError, match="spans end at 2600"):
             session.feed(told[0][:2500], told[1])
         assert session.page_tiers() == before
         assert session._sequence.weights.tolist() == weights
+        assert anchors_of(session) == anchors != []
         session.store.check_integrity()
 
 
-def test_other_codecs_keep_their_tiers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("rho", [0.0, 0.02])
+def test_other_codecs_keep_their_tiers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rho: float) -> None:
     told = conversation(2400)
-    with Session(model, tokenizer, "strata", 4.5, codec="kivi", capacity_tokens=2600) as session:
+    with Session(model, tokenizer, "strata", 4.5, policy_settings={"rho": rho}, codec="kivi", capacity_tokens=2600) as session:
         tiers = fed(session, told, [2200, 2400])[-1]
         assert set(tiers[: 2400 // PAGE_SIZE]) <= {Tier.BF16, *session.layout.codec.tiers}
         assert session.bits_per_element <= 4.5
+        assert {page.tier for page in session._sequence.anchors} == ({Tier.BF16} if rho else set())
+
+
+def test_a_step_without_frames_for_anchors_keeps_those_that_are_held(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    told = conversation(2600)
+    with Session(model, tokenizer, "strata", 3.5, policy_settings={"rho": 0.05}, capacity_tokens=2800) as session:
+        fed(session, told, [2300])
+        before = anchors_of(session)
+        layout, arena = session.layout, session.store.arena
+        # room for what is new where it is to be in the end, and for no page of anchors
+        session.store.prefix.clear()
+        taken = arena.allocate(arena.free - 3 * layout.frames(Tier.BF16))
+        session.feed(told[0][:2500], until(told[1], 2500), logits_to_keep=1)
+        arena.release(taken)
+        session.store.check_integrity()
+        assert anchors_of(session) == before != []
+        assert session.frames_in_use * layout.frame_bytes <= 3.5 * layout.elements(2500) / 8
+        assert session._sequence.plan.anchors is not None
+        assert session._sequence.plan.anchors.count == len(before) * PAGE_SIZE
+
+
+@pytest.mark.parametrize("bits", [3.2, 6.0])
+def test_a_session_takes_over_the_anchors_of_a_prefix(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bits: float) -> None:
+    """They count as its own until it has chosen others; a crop cuts them off."""
+    told, settings = conversation(2600), {"rho": 0.05}
+    with Session(model, tokenizer, "strata", bits, policy_settings=settings, capacity_tokens=9000) as first:
+        fed(first, told, [2300])
+        with Session(model, tokenizer, "strata", bits, policy_settings=settings, store=first.store) as second:
+            ids = [*told[0][:2300], *range(20, 320)]
+            second._align(ids, told[1])
+            # those of a neighbour whose pages gave up planes since they were offered belong to other pages
+            adopted, there = (sum(page.tokens for page in x._sequence.anchors) for x in (second, first))
+            assert (adopted > 0) == (bits > 5)
+            assert adopted <= there
+            second.feed(ids, told[1], logits_to_keep=1)
+            second.store.check_integrity()
+            assert second.report.reused_tokens > 2000
+            assert second.bits_per_element <= bits
+            assert second._sequence.chosen_at == 2600
+            for end in (900, 901, 1300):
+                fed(second, told, [end])
+                assert second.frames_in_use * second.layout.frame_bytes <= bits * second.layout.elements(2048) / 8
+                assert second.report.anchors > 0
+                # no more than the share of what is left
+                assert len(second._sequence.anchors) <= np.ceil(0.05 * (end // PAGE_SIZE - 1))
 
 
 @pytest.mark.parametrize(
@@ -120,13 +182,18 @@ def test_wrong_budgets_are_refused(
         Session(model, tokenizer, "strata", capacity_tokens=64, **settings)  # type: ignore[arg-type]
 
 
-def test_a_budget_in_bytes_holds_however_long_the_conversation_grows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("rho", [0.0, 0.05])
+def test_a_budget_in_bytes_holds_however_long_the_conversation_grows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rho: float
+) -> None:
     told = conversation(3000)
     with Session(model, tokenizer, "strata", capacity_tokens=64) as other:
         limit = int(3.0 * other.layout.elements(1500) / 8)
-    with Session(model, tokenizer, "strata", budget_bytes=limit, capacity_tokens=3200) as session:
+    with Session(model, tokenizer, "strata", budget_bytes=limit, policy_settings={"rho": rho}, capacity_tokens=3200) as session:
         for end in (1200, 1800, 2400, 3000):
             (tiers,) = fed(session, told, [end])
+            # anchors go before any token does
+            assert bool(session._sequence.anchors) == (rho > 0 and Tier.EVICTED not in tiers)
             assert session.frames_in_use * session.layout.frame_bytes <= limit
             assert session.report.floor_bytes == 0
             assert Tier.EVICTED not in tiers[: INST // PAGE_SIZE]

@@ -270,8 +270,9 @@ class StrataCache(Cache):
 
     def _replan(self, sequence_id: int, new: list[int]) -> None:
         s = self.store.sequence(sequence_id)
-        after = s.num_tokens + len(new)
-        if self.planner is not None and (-(-after // PAGE_SIZE) > len(s.pages) or self.store.first_window_page(after) > s.settled):
+        pages, first = -(-(s.num_tokens + len(new)) // PAGE_SIZE), self.store.first_window_page(s.num_tokens + len(new))
+        # a plan of more pages was for what a crop has cut off
+        if self.planner is not None and (pages > len(s.pages) or pages < len(s.plan.tiers) or first > s.settled):
             self.store.set_plan(sequence_id, self.planner(s.token_ids + new))
 
     def _valid(self, batch: int, length: int, mask: Tensor | None) -> Tensor:

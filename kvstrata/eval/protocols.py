@@ -148,6 +148,7 @@ class Outcome:
     """One conversation at one setting. Figures of storage are of the context's end, before any question.
 
     page_tiers: bits of each page's tier; page_bytes: bytes of a page at each tier, by its bits.
+    anchors: tokens that are kept as such, a layer and KV head.
     """
 
     scores: Scores
@@ -163,6 +164,7 @@ class Outcome:
     page_bytes: dict[int, int]
     turns: tuple[TurnBytes, ...]
     dense_dtype: str | None = None
+    anchors: int = 0
 
 
 @torch.inference_mode()
@@ -191,6 +193,7 @@ def run_session(session: SessionLike, task: Task, reference: Reference | None) -
                 "bytes_in_use": session.bytes_in_use,
                 "bytes_bf16": session.report.bytes_bf16,
                 "peak_bytes": session.peak_bytes,
+                "anchors": session.report.anchors,
                 "page_tiers": tuple(int(t) for t in session.page_tiers()),
                 "page_bytes": {int(t): n for t, n in session.layout.tier_bytes().items()},
             }

@@ -33,7 +33,11 @@ FIGURES = ((3.0, 0.011), (3.25, 0.007), (3.8, 0.0035))
 """Budgets in real bits, and the KL that was asked for there."""
 THINNED = (1.0, 1.5, 2.0)
 """Budgets in real bits below what all pages take at the lowest tier."""
-GROUPS = "budgets,ablations,default,thinned,facts,quality"
+RHO = (0.0, 0.01, 0.02, 0.05)
+"""Shares of anchors."""
+ANCHORED = (3.0, 3.5, 4.5, 5.4)
+"""Budgets in real bits at which anchors are judged."""
+GROUPS = "budgets,ablations,default,thinned,facts,quality,anchors"
 RESEARCH = "student:8000"
 
 
@@ -80,6 +84,9 @@ def make_rows(profile: str) -> list[Row]:
             Row("facts", f"uniform, {bits:g}, facts", Setting(budget_bits=bits), True),
             Row("facts", f"triaxial, {bits:g}, facts", Setting("triaxial", budget_bits=bits, options=(("profile", profile),)), True),
         ]
+    for bits in ANCHORED:
+        rows += [Row("anchors", f"strata, {share:.0%} anchors, {bits:g}", strata(bits, profile, rho=(share,))) for share in RHO]
+        rows += [Row("anchors", f"strata, anchors as it chooses, {bits:g}", strata(bits, profile, rho=RHO))]
     if load_profile(profile).law is not None:
         rows += [Row("quality", f"strata, KL {q:g}", Setting("strata", quality=q, options=(("profile", profile),))) for q in ASKED]
     return rows

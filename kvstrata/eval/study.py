@@ -26,7 +26,7 @@ def record(group: str, label: str, task: Task, outcome: Outcome) -> dict[str, An
         "bits": outcome.bits_per_element, "bytes": outcome.bytes_in_use, "scored": len(scores.kl), "kl": float(scores.kl_mean),
         "kl_p95": float(scores.kl_p95), "top1": float(scores.top1), "call_tokens": len(calls.kl), "call_kl": _number(calls.kl_mean),
         "call_top1": _number(calls.top1), "fact_logp": [f.log_p for f in facts], "facts_hit": sum(f.hit for f in facts),
-        "pages": dict(sorted(Counter(outcome.page_tiers).items())), "seconds": round(outcome.seconds, 1),
+        "pages": dict(sorted(Counter(outcome.page_tiers).items())), "anchors": outcome.anchors, "seconds": round(outcome.seconds, 1),
     }  # fmt: skip
 
 

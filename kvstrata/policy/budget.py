@@ -25,7 +25,9 @@ class Signals:
     held: tiers of the pages that are stored already, from the first on; none of them can rise, so bytes for that are better spent.
     window_pages: pages at the end that are BF16 whatever the plan says; a budget says so too.
     alive: of the leading pages that were thinned, the share of their tokens that lives on, over layers and KV heads; 0 of others.
-    survivor_pages, survivor_tier: how many pages those fill, at which tier."""
+    survivor_pages, survivor_tier: how many pages those fill, at which tier.
+    anchor_pages, anchor_tier: how many pages of anchors are held, at which tier at most. choosing: whether a step follows that chooses
+    anchors anew; until then a plan has no others than those."""
 
     current_turn: int = 0
     mass: tuple[float, ...] = ()
@@ -34,6 +36,9 @@ class Signals:
     alive: tuple[float, ...] = ()
     survivor_pages: int = 0
     survivor_tier: Tier = Tier.BF16
+    anchor_pages: int = 0
+    anchor_tier: Tier = Tier.BF16
+    choosing: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 The share of anchors is the plan's; which tokens they are, each layer and KV head chooses by the newest queries (ops/score.py).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from kvstrata.policy.anchored import pages_of
 from kvstrata.policy.budget import QUANTIZED, Budget, Signals, num_pages
 from kvstrata.policy.uniform import Uniform
 from kvstrata.types import PAGE_SIZE, Anchors, Plan, Span, Tier
@@ -52,8 +52,8 @@ class HyQuant:
         """Under a budget: anchors for their share of the body, then `uniform` with what is left."""
         pages = num_pages(num_tokens, budget)
         body = max(0, pages - self.sinks - (signals.window_pages if budget is None else budget.window_pages))
-        # a share of something is never nothing; and what a page has room for beyond the share is paid for with it
-        count = math.ceil(round(self.rho * body, 9)) * PAGE_SIZE
+        # what a page has room for beyond the share is paid for with it
+        count = pages_of(self.rho, body) * PAGE_SIZE
         anchors = Anchors(count, self.anchor_tier, self.score, self.refresh, self.alone, self.prefill)
         inner = Uniform(self.tier, self.sinks, self.tiers)
         if budget is None:

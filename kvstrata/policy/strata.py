@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstrata.policy.anchored import buy
 from kvstrata.policy.budget import QUANTIZED, Budget, Signals, check_sinks, check_tiers, num_pages
 from kvstrata.policy.knapsack import SOLVERS
 from kvstrata.policy.market import SLACK, Market
@@ -19,9 +20,11 @@ from kvstrata.policy.profile import distance_bins, load_profile
 from kvstrata.policy.tags import ROLES, page_tags
 from kvstrata.policy.thinned import ASKS, FILL
 from kvstrata.policy.triaxial import token_losses
-from kvstrata.types import PAGE_SIZE, SELECTORS, Ask, Plan, Role, Span, Thinning, Tier, Weighing
+from kvstrata.types import PAGE_SIZE, SELECTORS, Anchors, Ask, Plan, Role, Span, Thinning, Tier, Weighing
 
 Floats = NDArray[np.float64]
+RHO = (0.0,)
+"""Shares of anchors that are on offer by default."""
 AIM = 0.75
 """Share of a KL that was asked for that plans aim at: what pages gave up is not to be had back when later queries think more of them."""
 
@@ -38,6 +41,8 @@ class Strata:
     regret: by how much a token that is gone loses more than its attention says, for facts are asked that nobody has looked for yet.
     intent: the power of a page's alignment with the session's asks in its weight (docs/intentkv.md); 0: none.
     staging: tier at which pages settle before they are weighed; None: they never are. refresh, decay: as Weighing has them.
+    rho: shares of the body's tokens of which one is bought as anchors under a budget in bytes, or a single one; 0: none. anchor_tier:
+    theirs, INT4 and above or BF16; where the codec lacks it, the next above. They are chosen anew as often as pages are weighed.
     solver: greedy or exact."""
 
     name: ClassVar[str] = "strata"
@@ -58,6 +63,8 @@ class Strata:
     staging: Tier | None = Tier.INT4
     refresh: int = 64
     decay: float = 0.5
+    rho: tuple[float, ...] = RHO
+    anchor_tier: Tier = Tier.INT8
     solver: str = "greedy"
 
     def __post_init__(self) -> None:
@@ -78,6 +85,11 @@ class Strata:
             staging = Tier.parse(self.staging)
             # a codec without it has one nearest to it
             object.__setattr__(self, "staging", max((t for t in self.tiers if t <= staging), default=self.tiers[0]))
+        object.__setattr__(self, "rho", _shares(self.rho))
+        anchors = Tier.parse(self.anchor_tier)
+        if anchors < Tier.INT4:
+            raise ValueError(f"anchor_tier is {anchors.name}; accepted: INT4 and above, if the codec has it, or BF16")
+        object.__setattr__(self, "anchor_tier", min(t for t in (*self.tiers, Tier.BF16) if t >= anchors))
         if self.solver not in SOLVERS:
             raise ValueError(f"solver is {self.solver!r}; accepted: {', '.join(SOLVERS)}")
         Weighing(Tier.INT4, self.refresh, self.decay, self.intent)
@@ -100,18 +112,22 @@ class Strata:
         held = np.full(len(body), int(Tier.BF16))
         stored = np.array(signals.held[body.start : body.stop], dtype=int)
         held[: len(stored)] = stored
+        losses, highest = self._losses(counts, mass), held.copy()
         if len(stored) and self.staging is not None and budget.quality is None:
             # what is yet to be weighed takes no planes from what is stored before it is: it is staged, and planned anew as its step ends
             held[len(stored) :] = int(self.tiers[0])
+            # but what is bought before that is not to cost it all of them
+            highest[len(stored) :] = int(self.staging)
+        anchored = buy(self.rho, self.anchor_tier, self.tiers, losses, highest, signals, budget, self.solver)
         market = Market.of(
             self.tiers,
             self.thin and self.staging is not None,
-            self._losses(counts, mass),
+            losses * anchored.factors,
             self._kept(counts, body, budget),
             held,
             alive,
             signals,
-            budget,
+            anchored.budget,
         )
         chosen = market.solve(self.solver, self._most(budget))
         # past the window's start a tier is a promise for later; the newest pages keep the default at least
@@ -127,10 +143,11 @@ class Strata:
             most = chosen.survivors or pages
             thinning = Thinning(count, most, market.tier, spared, self.score, slack=SLACK if slots else 0, asks=asks)
         loss, law = chosen.loss / max(num_tokens, 1), load_profile(self.profile).law
-        # what is gone is missed when it is asked for, which no mean KL tells
-        whole = Tier.EVICTED not in tiers and not chosen.survivors
+        # what is gone is missed when it is asked for, which no mean KL tells; and the law was measured without anchors
+        whole = Tier.EVICTED not in tiers and not chosen.survivors and not anchored.pages
         predicted = law.kl(loss) if law is not None and whole else None
-        return Plan(tiers, default, thinning=thinning, weighing=weighing, loss=loss, predicted_kl=predicted)
+        anchors = Anchors(anchored.pages * PAGE_SIZE, self.anchor_tier, refresh=self.refresh) if anchored.pages else None
+        return Plan(tiers, default, anchors=anchors, thinning=thinning, weighing=weighing, loss=loss, predicted_kl=predicted)
 
     def _most(self, budget: Budget) -> float | None:
         """Loss that a plan may have in sum; None where bytes are what is given."""
@@ -168,3 +185,11 @@ class Strata:
         losses = prior * np.exp(mean + self.contrast * (believed - mean) - tags)[:, None]
         losses[:, 0] *= self.regret
         return losses
+
+
+def _shares(rho: float | Sequence[float]) -> tuple[float, ...]:
+    """Ascending. Raises ValueError for what is no share, and for none at all."""
+    given = tuple(rho) if isinstance(rho, Sequence) and not isinstance(rho, str) else (rho,)
+    if not given or any(isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x <= 1 for x in given):
+        raise ValueError(f"rho is {rho!r}; accepted: a share from 0 to 1, or several")
+    return tuple(sorted({float(x) for x in given}))

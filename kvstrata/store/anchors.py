@@ -30,15 +30,30 @@ def eligible(pages: list[Page]) -> NDArray[np.bool_]:
 def is_due(s: Sequence, anchors: Anchors, new: int, settles: bool, interval: int) -> bool:
     """Whether a step of `new` tokens chooses anchors anew. settles: whether pages leave the window in it, as they do every `interval`
     tokens. No more than anchors.refresh tokens ever pass between choices, and a turn, a step of several tokens, begins with one."""
-    if not anchors.count:
-        return False
+    return anchors.count > 0 and _falls_due(s, anchors.refresh, new, settles, interval)
+
+
+def _falls_due(s: Sequence, refresh: int, new: int, settles: bool, interval: int) -> bool:
     if not s.anchors:
         return settles or new > 1
-    if not anchors.refresh:
+    if not refresh:
         return False
     since = s.num_tokens + new - s.chosen_at
     # what settles is whole for the last time: a choice that would fall due before pages settle again is made now
-    return new > 1 or since >= anchors.refresh or (settles and since + interval > anchors.refresh)
+    return new > 1 or since >= refresh or (settles and since + interval > refresh)
+
+
+def interval(store: "Store") -> int:
+    """Tokens after which pages settle."""
+    return store.config.window or PAGE_SIZE
+
+
+def holding(store: "Store", s: Sequence, num_tokens: int) -> tuple[int, Tier, bool]:
+    """Pages of anchors that are held, their highest tier, and whether a step to `num_tokens` tokens chooses others, if the plan has any."""
+    new, settles = num_tokens - s.num_tokens, store.first_window_page(num_tokens) > s.settled
+    refresh = 0 if s.plan.anchors is None else s.plan.anchors.refresh
+    due = new > 0 and _falls_due(s, refresh, new, settles, interval(store))
+    return len(s.anchors), max((page.tier for page in s.anchors), default=Tier.BF16), due
 
 
 class AnchorJob:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvstrata.ops import dense, quant
 from kvstrata.ops.score import NUM_QUERIES
 from kvstrata.ops.write import settle_pages, write_dense, write_pages
-from kvstrata.store.anchors import AnchorJob, is_due
+from kvstrata.store.anchors import AnchorJob, interval, is_due
 from kvstrata.store.arena import DEAD_SLOT, OutOfFramesError
 from kvstrata.store.page import FULL, Page, Sequence
 from kvstrata.store.queries import NONE
@@ -84,6 +84,9 @@ class Step:
             s = change.sequence
             old = {i for page in s.pages[change.first :] for i in page.frames}
             new = [i for page in change.pages for i in page.frames if i not in old]
+            if change.anchors is not None:
+                # beside those that they replace
+                new += [i for frames in change.anchors.frames for i in frames]
             # most steps of decoding take no frame, and counting those held is not for nothing
             if new:
                 s.peak_frames = max(s.peak_frames, s.frames + len(new))
@@ -141,8 +144,8 @@ class Step:
 
     def _plan_anchors(self, change: _Change, rows: slice) -> AnchorJob | None:
         s, wanted, new = change.sequence, change.sequence.plan.anchors, len(change.token_ids)
-        settles, interval = change.settled != s.settled, self._store.config.window or PAGE_SIZE
-        if wanted is None or not new or not self._choosing or not is_due(s, wanted, new, settles, interval):
+        settles = change.settled != s.settled
+        if wanted is None or not new or not self._choosing or not is_due(s, wanted, new, settles, interval(self._store)):
             return None
         pages = s.pages[: s.settled] + change.pages
         num_pages = AnchorJob.num_pages(wanted, pages, change.settled)

@@ -50,6 +50,7 @@ class Report:
     bytes_bf16: int
     reused_tokens: int
     new_tokens: int
+    anchors: int = 0
 
 
 class Layout:

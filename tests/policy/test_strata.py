@@ -29,9 +29,12 @@ N = AGENT[-1].end
 PAGES = N // PAGE_SIZE
 
 
-def plan(bits: float, mass: tuple[float, ...] = (), held: tuple[Tier, ...] = (), num_tokens: int = N, **settings: object) -> Plan:
-    budget = Budget(PAGE, num_tokens, ELEMENTS, bits=bits)
-    return make_policy("strata", **settings).plan(AGENT, num_tokens, Signals(4, mass, held), budget)
+def plan(
+    bits: float, mass: tuple[float, ...] = (), held: tuple[Tier, ...] = (), num_tokens: int = N, anchors: int = 0, **settings: object
+) -> Plan:
+    """As a step has ended that chose `anchors` pages of anchors at INT8."""
+    signals = Signals(4, mass, held, anchor_pages=anchors, anchor_tier=I8, choosing=False)
+    return make_policy("strata", **settings).plan(AGENT, num_tokens, signals, Budget(PAGE, num_tokens, ELEMENTS, bits=bits))
 
 
 def cost(tiers: tuple[Tier, ...]) -> int:
@@ -108,24 +111,31 @@ def test_nothing_is_evicted_that_fits_and_instructions_never() -> None:
         policy.plan(AGENT, N, Signals(4), Budget(PAGE, N, ELEMENTS, bytes=floor - 1))
 
 
-@given(st.lists(st.lists(st.floats(1e-3, 1e3), min_size=PAGES, max_size=PAGES), min_size=2, max_size=5), st.floats(1.5, 6.0))
-def test_no_page_flaps(masses, bits):
-    """Whatever queries say from turn to turn, pages only ever give planes up; and those that hold what the budget pays for keep it."""
+@given(
+    st.lists(st.lists(st.floats(1e-3, 1e3), min_size=PAGES, max_size=PAGES), min_size=2, max_size=5),
+    st.floats(1.5, 6.0),
+    st.integers(0, 5),
+)
+def test_no_page_flaps(masses, bits, anchors):
+    """Whatever queries say from turn to turn, pages and anchors only ever go; and those that hold what the budget pays for keep it."""
     held: tuple[Tier, ...] = (Tier.BF16,) + (I4,) * (PAGES - 1)
+    limit = bits * N * ELEMENTS / PAGE_SIZE / 8
     for mass in masses:
         try:
-            now = plan(bits, tuple(mass), held, thin=False)
+            now = plan(bits, tuple(mass), held, thin=False, anchors=anchors, rho=0.08)
         except BudgetTooSmallError:
             return
+        kept = 0 if now.anchors is None else now.anchors.count // PAGE_SIZE
         assert all(new <= old for new, old in zip(now.tiers, held, strict=True))
-        assert cost(now.tiers) <= bits * N * ELEMENTS / PAGE_SIZE / 8
-        if cost(held) <= bits * N * ELEMENTS / PAGE_SIZE / 8:
-            assert now.tiers == held
-        held = now.tiers
+        assert kept <= anchors
+        assert cost(now.tiers) + kept * PAGE[I8] <= limit
+        if cost(held) + anchors * PAGE[I8] <= limit:
+            assert (now.tiers, kept) == (held, anchors)
+        held, anchors = now.tiers, kept
 
 
-@pytest.mark.parametrize("bits", [3.0, 1.6])
-def test_a_plan_of_128k_tokens_takes_less_than_20_milliseconds(bits: float) -> None:
+@pytest.mark.parametrize(("bits", "rho"), [(3.0, 0.0), (1.6, 0.0), (3.0, (0.0, 0.01, 0.02, 0.05))])
+def test_a_plan_of_128k_tokens_takes_less_than_20_milliseconds(bits: float, rho: object) -> None:
     tokens, random = 1 << 17, np.random.default_rng(0)
     spans: list[Span] = []
     while not spans or spans[-1].end < tokens:
@@ -134,7 +144,7 @@ def test_a_plan_of_128k_tokens_takes_less_than_20_milliseconds(bits: float) -> N
         spans.append(Span(start, min(tokens, start + int(random.integers(5, 900))), role, len(spans) // 7))
     pages = tokens // PAGE_SIZE
     signals = Signals(spans[-1].turn, tuple(random.lognormal(-5, 2, pages).tolist()), (I4,) * pages)
-    budget, policy = Budget(PAGE, tokens, ELEMENTS, bits=bits), make_policy("strata")
+    budget, policy = Budget(PAGE, tokens, ELEMENTS, bits=bits), make_policy("strata", rho=rho)
     spent = []
     while len(spent) < 60 and min(spent, default=1.0) >= 0.020:
         # of this process alone: others take the core too
@@ -142,7 +152,9 @@ def test_a_plan_of_128k_tokens_takes_less_than_20_milliseconds(bits: float) -> N
         planned = policy.plan(spans, tokens, signals, budget)
         spent.append(time.process_time() - start_at)
     assert (planned.thinning is not None) == (bits == 1.6)
-    assert planned.thinning is not None or cost(planned.tiers) <= budget.limit
+    anchors = 0 if planned.anchors is None else planned.anchors.count // PAGE_SIZE
+    assert (anchors > 0) == (rho != 0.0)
+    assert planned.thinning is not None or cost(planned.tiers) + anchors * PAGE[I8] <= budget.limit
     assert min(spent) < 0.020
 
 

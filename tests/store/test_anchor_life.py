@@ -223,6 +223,18 @@ def test_without_frames_for_other_anchors_a_step_keeps_those_it_has() -> None:
     assert store.sequence(one).chosen_at == 312
 
 
+def test_a_step_takes_the_anchors_that_it_replaces_and_those_it_chooses() -> None:
+    store = make_store()
+    one = store.add_sequence(plan(64, Tier.INT8, refresh=1))
+    feed(store, one, list(range(310)))
+    s, chosen = store.sequence(one), 2 * store.layout.frames(Tier.INT8)
+    before = s.frames
+    feed(store, one, [310])
+    assert s.chosen_at == 311
+    assert s.frames == before
+    assert s.peak_frames == before + chosen == store.arena.peak_in_use
+
+
 def test_anchors_of_eight_bits_that_are_chosen_again_and_again_stay_finer_than_six() -> None:
     """Each choice writes them again on a grid of its own: after forty the error is some rounding errors, not forty."""
     store = make_store()

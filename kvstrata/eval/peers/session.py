@@ -64,6 +64,7 @@ class Report:
     reused_tokens: int
     new_tokens: int
     bytes_queries: int = 0
+    anchors: int = 0
 
 
 class PeerLayout:
