@@ -68,7 +68,8 @@ def buy(
     a quality: what a loss means there was measured without."""
     body, price = len(losses), budget.tier_bytes
     unit = price[tier] if not signals.anchor_pages else max(price[tier], price[signals.anchor_tier])
-    room = budget.limit - (budget.num_pages - body) * price[Tier.BF16] - body * price[tiers[0]]
+    dense = (budget.num_pages - body) * price[Tier.BF16]
+    room = budget.limit - dense - body * price[tiers[0]]
     none = Anchored(0, budget, factors(0.0, tiers, tier))
     if budget.quality is not None or signals.survivor_pages or not body or not most.all() or room < unit or not any(shares):
         return none
@@ -85,14 +86,13 @@ def buy(
     offers = [of(pages) for pages in options]
     if len(offers) == 1:
         return offers[0]
-    limit = -(budget.num_pages - body) * price[Tier.BF16]
     cost, loss, barred = _classes(np.array([price[t] for t in tiers], np.int64), losses[:, 1:], most[:, None] < np.array(tiers))
     newest = -np.arange(len(cost), dtype=np.float64)
     worst = 2 * loss.max() + 1
     totals = []
     for offer in offers:
         left = np.where(barred, worst, loss * offer.factors[1:])
-        chosen = SOLVERS[solver if body <= CLASSES else "greedy"](cost, left, offer.budget.limit + limit, newest)
+        chosen = SOLVERS[solver if body <= CLASSES else "greedy"](cost, left, offer.budget.limit - dense, newest)
         totals.append(float(left[np.arange(len(cost)), chosen].sum()))
     return offers[int(np.argmin(totals))]
 
