@@ -123,9 +123,9 @@ def main(
             task = make_task("oneshot", render(tokenizer, traces[place]))
             reference = run_reference(loaded, task)
             for setting in missing:
-                data["runs"].append(run(loaded, tokenizer, setting, task, reference, part))
+                last = run(loaded, tokenizer, setting, task, reference, part)
+                data["runs"].append(last)
                 study_file.save(data, out, lambda r: (r["trace"], r["label"]), markdown)
-                last = data["runs"][-1]
                 print(f"{last['trace']} {setting.label}: {last['bits']:.2f} bits, loss {last['loss']:.3g}, KL {last['kl']:.4f}", flush=True)
     law = law_of(data["runs"])
     if write is not None and law is not None:

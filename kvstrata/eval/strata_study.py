@@ -37,7 +37,9 @@ RHO = (0.0, 0.01, 0.02, 0.05)
 """Shares of anchors."""
 ANCHORED = (3.0, 3.5, 4.5, 5.4)
 """Budgets in real bits at which anchors are judged."""
-GROUPS = "budgets,ablations,default,thinned,facts,quality,anchors"
+POWERS = ((0.2, 0.4), (0.4, 0.25), (0.4, 0.4), (0.4, 0.6), (0.4, 0.8), (0.4, 1.0), (0.3, 0.8), (0.6, 0.4), (0.6, 0.6), (0.6, 0.8))
+"""(trust, contrast) that the defaults were chosen from, on other conversations than PLACES: 4, 5, 7 and 8."""
+GROUPS = "budgets,ablations,default,thinned,facts,quality,anchors,powers"
 RESEARCH = "student:8000"
 
 
@@ -87,6 +89,8 @@ def make_rows(profile: str) -> list[Row]:
     for bits in ANCHORED:
         rows += [Row("anchors", f"strata, {share:.0%} anchors, {bits:g}", strata(bits, profile, rho=(share,))) for share in RHO]
         rows += [Row("anchors", f"strata, anchors as it chooses, {bits:g}", strata(bits, profile, rho=RHO))]
+    for bits in (2.6, 3.0, 3.5, 4.5, 5.4):
+        rows += [Row("powers", f"trust {t:g}, contrast {c:g}, {bits:g}", strata(bits, profile, trust=t, contrast=c)) for t, c in POWERS]
     if load_profile(profile).law is not None:
         rows += [Row("quality", f"strata, KL {q:g}", Setting("strata", quality=q, options=(("profile", profile),))) for q in ASKED]
     return rows
@@ -179,9 +183,9 @@ def main(
             except (ValueError, RuntimeError) as error:  # RuntimeError: out of frames, out of memory
                 print(f"{trace.id} {row.label}: {error}", flush=True)
                 continue
-            data["runs"].append(record(row.group, row.label, task, outcome))
+            last = record(row.group, row.label, task, outcome)
+            data["runs"].append(last)
             study_file.save(data, out, lambda r: (r["trace"], r["label"]), markdown)
-            last = data["runs"][-1]
             found = f", {last['facts_hit']} of {len(last['fact_logp'])} facts" if last["fact_logp"] else ""
             print(f"{trace.id} {row.label}: {last['bits']:.2f} bits, KL {last['kl']:.4f}{found}", flush=True)
 

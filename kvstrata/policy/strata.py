@@ -55,7 +55,7 @@ class Strata:
     sinks: int = 1
     spare: tuple[Role, ...] = (Role.INST,)
     trust: float = 0.4
-    contrast: float = 0.4
+    contrast: float = 0.8
     thin: bool = True
     score: str = "newest"
     regret: float = 4.0

@@ -70,7 +70,7 @@ def test_exact_is_the_best_plan_there_is(mass, spare):
     prior = (counts @ token_losses("default", tiers)) * load_profile("default").decay[distance_bins(5)][:, None]
     told, tags = np.log(mass), np.log(prior[:, 0])
     believed = tags + 0.4 * ((told - told.mean()) - (tags - tags.mean()))
-    losses = prior * np.exp(0.4 * believed - tags)[:, None]
+    losses = prior * np.exp(0.8 * believed - tags)[:, None]
     prices = np.array([PAGE[t] for t in tiers])
     fitting = [c for c in itertools.product(range(4), repeat=5) if prices[list(c)].sum() + PAGE[Tier.BF16] <= limit]
     best = min(losses[range(5), list(c)].sum() for c in fitting)

@@ -27,6 +27,8 @@ TIMES = {2.6: 4.0, 3.0: 4.0, 3.5: 4.0, 4.5: 3.0, 5.4: 1.0, 8.0: 1.0}
 """How many times lower than the best peer's our KL is to be, by bits."""
 ROOM = 1.02
 """Share of the bits compared at by which a peer's may exceed them."""
+NEAR = 0.85
+"""Share of the bits compared at that one of ours must take at least: what takes far fewer is no answer to what is done with them."""
 
 
 def tasks(tokenizer: PreTrainedTokenizerBase, trace: Trace, protocol: str, needles: int) -> tuple[Task, Task | None]:
@@ -99,7 +101,7 @@ def verdicts(rows: Sequence[dict[str, Any]], bits: str) -> list[str]:
     for at in BITS:
         mine = [r for r in rows if r["family"] == OURS and r[bits] <= at * ROOM]
         theirs = [r for r in rows if r["group"] != "ours" and r[bits] <= at * ROOM]
-        if not mine or not theirs:
+        if not mine or not theirs or max(r[bits] for r in mine) < NEAR * at:
             continue
         ours, best = (min(x, key=lambda r: r["kl"]) for x in (mine, theirs))
         ratio = best["kl"] / ours["kl"]

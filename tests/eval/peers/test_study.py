@@ -53,8 +53,11 @@ def test_verdicts_compare_with_the_best_that_takes_no_more_bits() -> None:
     assert lines[0] == "3 bits: KL 0.0200 (strata, 3), best peer 0.3000 (quanto int2): 15.0 times lower, 4 wanted: met"
     assert lines[1] == "3 bits: tool-call top-1 0.900, best peer 0.900 (quanto int2): met"
     assert lines[2].startswith("3 bits: facts' log p -2.000, best peer -2.000")
-    (eight,) = [line for line in lines if line.startswith("8 bits: KL")]
-    assert eight == "8 bits: KL 0.0200 (strata, 3), best peer 0.0010 (FP8): 0.1 times lower, 1 wanted: MISSED"
+    # three bits are no answer to what is done with eight
+    assert not any(line.startswith("8 bits") for line in lines)
+    eight = compare.pools([*runs, run("ours", "strata", "strata, 8", "a", 7.0, 0.01), run("ours", "strata", "strata, 8", "b", 7.0, 0.01)])
+    (line,) = [line for line in compare.verdicts(eight, "bits") if line.startswith("8 bits: KL")]
+    assert line == "8 bits: KL 0.0100 (strata, 8), best peer 0.0010 (FP8): 0.1 times lower, 1 wanted: MISSED"
     held = [r | {"held": r["bits"] + 0.8 * (r["group"] == "ours")} for r in rows]
     assert not any(line.startswith("3 bits") for line in compare.verdicts(held, "held"))
     text = study.markdown({"model": "tiny", "runs": runs, "missing": {"TOVA": "not here"}})
