@@ -142,6 +142,8 @@ def _load(
         session._cache.restore(Snapshot([place(store, unplaced)], mask, there))
     session._spans, session._known = facts.spans, facts.known
     session.reports.extend(facts.reports)
+    # what stands in for a plan within the budget does so until the next plan is made
+    session._standing_floor = facts.reports[-1].floor_bytes if facts.reports and unplaced is not None else 0
     return session
 
 

@@ -123,7 +123,8 @@ class Session:
         self._cache = StrataCache(model, store, self._plan)
         self._spans: tuple[Span, ...] = ()
         self._known = 0
-        self._floor = 0
+        # of this turn, and of the newest plan, which holds in later turns too
+        self._floor = self._standing_floor = 0
         self._allowance.check(self.policy)
         if auto:
             store.add_lender(self)
@@ -280,7 +281,7 @@ class Session:
     def _all_or_nothing(self) -> Iterator[None]:
         """A turn that fails leaves what was held before it: what it cropped, demoted or aged away is there again."""
         self._floor = 0
-        held = (self._spans, self._known)
+        held = (self._spans, self._known, self._standing_floor)
         if self._evicts:
             # a snapshot would hold what is evicted in mid-turn: the budget would be twice itself
             before_ids = self.token_ids
@@ -288,7 +289,7 @@ class Session:
                 yield
             except BaseException:
                 self._back_to(before_ids)
-                self._spans, self._known = held
+                self._spans, self._known, self._standing_floor = held
                 raise
             return
         before = self._cache.snapshot()
@@ -296,7 +297,7 @@ class Session:
             yield
         except BaseException:
             self._cache.restore(before)
-            self._spans, self._known = held
+            self._spans, self._known, self._standing_floor = held
             raise
         self._cache.discard(before)
 
@@ -361,11 +362,12 @@ class Session:
         signals = Signals(turn, tuple(s.weights.tolist()), held, window, *living(self.store, s), *holding(self.store, s, n))
         budget = self._allowance.budget(n)
         try:
-            return self.policy.plan(spans, n, signals, budget)
+            plan, self._standing_floor = self.policy.plan(spans, n, signals, budget), 0
+            return plan
         except BudgetTooSmallError as error:
             assert budget is not None
             # the window's fixed cost outweighs a short conversation
-            self._floor = max(self._floor, error.floor)
+            self._standing_floor, self._floor = error.floor, max(self._floor, error.floor)
             return self.policy.plan(spans, n, signals, replace(budget, bits=None, bytes=max(error.floor, 1)))
 
     @property
@@ -378,7 +380,8 @@ class Session:
             self.store.set_plan(sequence.id, self._plan(token_ids))
         report = turn_report(
             self.store, sequence, self._spans_of(token_ids), turn=len(self.reports), reused_tokens=reused, seconds=seconds,
-            bytes_queries=self._query_bytes, bytes_outside=self._cache.sliding_bytes, floor_bytes=self._floor,
+            bytes_queries=self._query_bytes, bytes_outside=self._cache.sliding_bytes,
+            floor_bytes=max(self._floor, self._standing_floor),
             plan_seconds=self.plan_seconds,
         )  # fmt: skip
         self.reports.append(report)

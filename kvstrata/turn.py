@@ -53,8 +53,8 @@ class TurnReport:
     peak_tokens: int = 0
     """Most tokens that lived at once, a layer and KV head on average."""
     floor_bytes: int = 0
-    """Bytes of the policy's cheapest plan, where at some time of the turn it stood in for one within the budget, less what the window was
-    yet to grow by; 0 where the budget was always enough."""
+    """Bytes of the policy's cheapest plan, where at some time of the turn it stood in for one within the budget, be it since an earlier
+    turn, less what the window was yet to grow by; 0 where the budget was always enough."""
     plan_loss: float | None = None
     """Loss a token of the plan, as its policy counts it; None where it does not."""
     predicted_kl: float | None = None

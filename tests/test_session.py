@@ -1,6 +1,7 @@
 """The session: turns, reuse, budgets, reports, and what an error leaves behind."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +119,27 @@ def test_a_turn_says_when_the_floor_stood_in_for_the_budget(model: PreTrainedMod
         session.feed(ids[:2100], logits_to_keep=1)
         assert session.report.floor_bytes == 0
         assert session.bits_per_element <= 4.2
+
+
+def test_a_turn_that_needs_no_new_plan_says_that_the_floor_still_stands_in(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with Session(model, tokenizer, "uniform", budget_bytes=100_000, capacity_tokens=600) as session:
+        for n in (70, 71, 72):
+            session.feed(list(range(n)), (), logits_to_keep=1)
+            assert session.report.floor_bytes == session.report.bytes_stored > 100_000
+        session.save(tmp_path / "one.kvs")
+        with Session.load(tmp_path / "one.kvs", model, tokenizer) as loaded:
+            loaded.feed(list(range(73)), (), logits_to_keep=1)
+            assert loaded.report.floor_bytes == loaded.report.bytes_stored
+        with pytest.raises(ValueError, match="none of this model's"):
+            session.feed([*range(72), -1], ())
+        session.feed(list(range(73)), (), logits_to_keep=1)
+        assert session.report.floor_bytes == session.report.bytes_stored
+        session.budget_bytes = 10**7
+        # the next page asks for the next plan
+        session.feed(list(range(97)), (), logits_to_keep=1)
+        assert session.report.floor_bytes == 0
 
 
 def test_a_budget_beyond_all_bytes_is_no_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
