@@ -85,8 +85,8 @@ class Market:
             cost = np.hstack([cost, np.ceil(shares * unit / FILL).astype(np.int64)])
             loss = np.hstack([losses, losses[:, :1] * lost + losses[:, at : at + 1] * (1 - lost)])
             barred = np.hstack([barred, np.broadcast_to(~thinnable[:, None], shares.shape)])
-        # what a page may not have costs more than all else, and loses more
-        cost = np.where(barred, price.max() + unit + 1, cost)
+        # what a page may not have costs more than all else, and loses more; in whole pages, for `exact` counts in what all costs share
+        cost = np.where(barred, price.max() + unit, cost)
         loss = np.where(barred, 2 * loss.max(initial=0) + 1, loss)
         return cls(tiers, tier, cost, loss, there, held, limit - (0 if short else taken), unit)
 

@@ -80,6 +80,24 @@ def test_exact_is_the_best_plan_there_is(mass, spare):
         assert losses[range(5), [tiers.index(t) for t in chosen[1:]]].sum() <= best * (1 + 1e-9) + most
 
 
+def test_exact_counts_in_frames_however_large_they_are() -> None:
+    """40 pages that may not rise: the best plan is the same where a frame takes one byte and where it takes 100,000."""
+    n, frames = 40 * PAGE_SIZE, {I2: 4, I3: 6, I4: 8, I8: 15, Tier.BF16: 28}
+    mass = tuple(np.random.default_rng(0).lognormal(size=40))
+    signals = Signals(1, mass, (Tier.BF16, *[I8, I4, I3] * 13))
+    better = 0
+    for spare in range(0, 200, 7):
+        losses = {}
+        for solver, size in (("exact", 1), ("exact", 100_000), ("greedy", 100_000)):
+            budget = Budget({t: c * size for t, c in frames.items()}, n, ELEMENTS, bytes=(28 + 39 * 4 + spare) * size)
+            policy = make_policy("strata", solver=solver, trust=1, contrast=1)
+            losses[solver, size] = policy.plan(spans_of((n, Role.OBS, 1)), n, signals, budget).loss
+        assert losses["exact", 100_000] == pytest.approx(losses["exact", 1])
+        better += losses["exact", 100_000] < losses["greedy", 100_000] * (1 - 1e-9)
+    # which greedy does not always find
+    assert better
+
+
 def test_what_is_to_come_takes_no_planes_before_it_is_weighed() -> None:
     # at the last turn but one, and a step of 416 tokens later
     before = plan(3.3, num_tokens=N).tiers
