@@ -319,6 +319,18 @@ def test_every_altered_byte_is_seen(saved: Path, tmp_path: Path) -> None:
     verified.read(path)
 
 
+def test_every_altered_bit_of_a_header_is_seen(tmp_path: Path) -> None:
+    """Some flips leave JSON that is another header's: of "data_offsets":[0,128] a list of one number."""
+    path = tmp_path / "one.kvs"
+    verified.write(path, {"a": [1, "b"]}, {"x": torch.zeros(128, dtype=torch.uint8), "y": torch.arange(5.0)})
+    whole = path.read_bytes()
+    for i in range(8 + int.from_bytes(whole[:8], "little")):
+        for bit in range(8):
+            path.write_bytes(whole[:i] + bytes([whole[i] ^ 1 << bit]) + whole[i + 1 :])
+            with pytest.raises(ValueError, match=r"altered|truncated|no saved session|of format|of version"):
+                verified.read(path)
+
+
 def test_every_truncated_file_is_seen(saved: Path, tmp_path: Path) -> None:
     whole, path = saved.read_bytes(), tmp_path / "short.kvs"
     for n in (0, 1, 7, 8, 100, len(whole) // 2, len(whole) - 4096, len(whole) - 1):

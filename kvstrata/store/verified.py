@@ -83,7 +83,7 @@ def _checked(path: Path) -> dict[str, str]:
         metadata = entries.pop("__metadata__")
         told, version, sha256 = metadata["format"], metadata["version"], metadata["sha256"]
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no saved session, or its header is altered: {error!r}") from error
     if told != FORMAT:
         raise ValueError(f"{path} is of format {told!r}; accepted: {FORMAT!r}")
