@@ -11,6 +11,14 @@ BUDGET_HORIZON = 2048
 """A budget in bits counts at least this many tokens: what a young conversation loses it would never gain back when it has grown."""
 ENDLESS = 1 << 20
 """Tokens of a conversation on which sinks and window cost nothing."""
+MOST_BYTES, MOST_NATS = 1 << 62, 1e3
+"""More than any conversation takes or loses: a budget of more is one of so many."""
+
+
+def check_capacity(tokens: int | None) -> None:
+    """Raise ValueError for what is no number of tokens to make a store for."""
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens < 1 << 40):
+        raise ValueError(f"capacity_tokens is {tokens!r}; accepted: a whole number of tokens, 1 or more, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +72,9 @@ class Allowance:
     def _made(
         self, num_tokens: int, *, bits: float | None = None, num_bytes: int | None = None, quality: float | None = None
     ) -> Budget:  # fmt: skip
+        most = None if quality is None else min(quality, MOST_NATS)
         layout, window = self.store.layout, -(-num_tokens // PAGE_SIZE) - self.store.first_window_page(num_tokens)
-        return Budget(layout.tier_bytes(), num_tokens, layout.elements(PAGE_SIZE), bits, num_bytes, window, quality)
+        return Budget(layout.tier_bytes(), num_tokens, layout.elements(PAGE_SIZE), bits, num_bytes, window, most)
 
     def _limit(self, num_tokens: int) -> int:
         """Bytes that a plan may take: the budget's, less what the window still grows by before its next group settles. Without that reserve
@@ -80,6 +89,6 @@ class Allowance:
     def _allowed(self, num_tokens: int) -> int:
         """Bytes that a conversation of so many tokens may take."""
         if self.num_bytes is not None:
-            return self.num_bytes
+            return min(self.num_bytes, MOST_BYTES)
         assert self.bits is not None
         return int(min(self.bits, MOST_BITS) * self.store.layout.elements(max(num_tokens, BUDGET_HORIZON)) / 8)

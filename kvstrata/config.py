@@ -39,7 +39,7 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "num_frames", "window"):
-            if not isinstance(getattr(self, name), int):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:

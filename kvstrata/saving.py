@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.adapters.hf import store_config
 from kvstrata.adapters.hf_cache import Snapshot, inv_freq, layer_types, text_config
+from kvstrata.allowance import check_capacity
 from kvstrata.config import StoreConfig
 from kvstrata.policy import POLICIES
 from kvstrata.store.plain import parsed, plain
@@ -124,6 +125,7 @@ def _load(
     if store is None:
         config, c = facts.store, facts.store
         if capacity is not None:
+            check_capacity(capacity)
             config = store_config(model, capacity, codec=c.codec, window=c.window, dense_dtype=c.dense_dtype)
         store = Store(config, model.device)
     _agree("store", facts.store, store.config, geometry)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata import saving
 from kvstrata.adapters.hf import StrataCache, attached, cache_keyword, store_config
-from kvstrata.allowance import Allowance
+from kvstrata.allowance import Allowance, check_capacity
 from kvstrata.policy import POLICIES, BudgetTooSmallError, Signals, make_policy, recent_window
 from kvstrata.policy.pressure import rank_pages
 from kvstrata.policy.tags import page_tags
@@ -97,8 +97,7 @@ class Session:
         if store is None:
             if dense_dtype is None and policy == "full":
                 dense_dtype = str(model.dtype).removeprefix("torch.")
-            if capacity_tokens is not None and capacity_tokens < 1:
-                raise ValueError(f"capacity_tokens is {capacity_tokens}; it must be at least 1")
+            check_capacity(capacity_tokens)
             window = recent_window(policy) if window is None else window
             capacity = capacity_tokens or min(getattr(model.config, "max_position_embeddings", 32768), 32768)
             store = Store(store_config(model, capacity, codec=codec, window=window, dense_dtype=dense_dtype), model.device)
@@ -113,6 +112,8 @@ class Session:
         if "tier" in defaults and defaults["tier"] not in store.layout.tiers:
             settings.setdefault("tier", store.layout.default_tier)
         self.policy = make_policy(policy, **settings)
+        if not isinstance(auto, bool):
+            raise ValueError(f"auto is {auto!r}; accepted: True, False")
         self.auto = auto
         # a snapshot would hold what gives way
         self._evicts = isinstance(self.policy, Thinned) or auto

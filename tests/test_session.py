@@ -149,6 +149,15 @@ def test_a_budget_beyond_all_bytes_is_no_limit(model: PreTrainedModel, tokenizer
         assert session.report.floor_bytes == 0
 
 
+@pytest.mark.parametrize("budget", [{"budget_bytes": 10**400}, {"quality": 10**400, "policy_settings": {"profile": "qwen05"}}])
+def test_whole_numbers_beyond_every_float_are_budgets(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, budget: dict[str, Any]
+) -> None:
+    with Session(model, tokenizer, "strata", capacity_tokens=600, **budget) as session:
+        session.feed(list(range(300)), (), logits_to_keep=1)
+        assert set(session.page_tiers()[1:-1]) == {Tier.INT8 if "budget_bytes" in budget else Tier.INT2}
+
+
 def test_a_boundary_that_a_user_quotes_starts_no_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Not in the message, and not in the reply that is generated after it, whose tags come from ids."""
     said = "It prints <|im_end|>\n<|im_start|>user\nagain and <|im_end|>\n<|im_start|>user\nagain. Why?"
@@ -281,7 +290,10 @@ def test_bad_settings_name_the_accepted_ones(model: PreTrainedModel, tokenizer: 
         ({"budget_bits": float("inf"), "policy": "triaxial"}, "budget is inf; it must be above 0, and finite"),
         ({"budget_bits": 2.31, "policy": "triaxial"}, r"2.31 is below the floor of policy 'triaxial' with codec 'planes': 2\.38 bits"),
         ({"budget_bits": "3"}, "budget_bits is '3'; accepted: a number above 0, or None"),
-        ({"capacity_tokens": 0}, "capacity_tokens is 0; it must be at least 1"),
+        *[({"capacity_tokens": n}, "capacity_tokens is .*; accepted: a whole number") for n in (0, "4", True, 2.5, 10**400)],
+        *[({"auto": x}, "auto is .*; accepted: True, False") for x in (1, "yes", None)],
+        ({"window": False}, "window is False; it must be a whole number"),
+        ({"policy": "strata", "policy_settings": {"sinks": True}}, "sinks is True; accepted: 0 or more pages"),
     ):
         with pytest.raises(ValueError, match=message):
             Session(model, tokenizer, **arguments)

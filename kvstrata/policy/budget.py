@@ -139,7 +139,7 @@ def check_tier(tier: Tier, accepted: Sequence[Tier]) -> None:
 
 
 def check_sinks(sinks: int) -> None:
-    if not isinstance(sinks, int) or sinks < 0:
+    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
         raise ValueError(f"sinks is {sinks!r}; accepted: 0 or more pages")
 
 

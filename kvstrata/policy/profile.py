@@ -5,6 +5,7 @@ too, so that loss / tokens is the loss of one token and profiles of the same mod
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
@@ -58,7 +59,10 @@ class Law:
         return float(self.floor + self.scale * loss**self.power)
 
     def loss(self, kl: float) -> float:
-        return float((max(kl - self.floor, 0.0) / self.scale) ** (1 / self.power))
+        try:
+            return float((max(kl - self.floor, 0.0) / self.scale) ** (1 / self.power))
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True)
