@@ -91,6 +91,12 @@ def save(session: "Session", path: str | Path) -> None:
         session._spans, session._known, tuple(session.reports), tuple(layer.length for layer in cache.sliding_layers),
     )  # fmt: skip
     document = {"session": plain(facts), "settings": plain(session.policy), "sequence": None}
+    try:
+        # what load would refuse is not called saved
+        parsed(Facts, document["session"])
+        parsed(type(session.policy), document["settings"])
+    except ValueError as error:
+        raise ValueError(f"{path} was not saved, for it could not be loaded: {error}") from error
     tensors: Tensors = {}
     if cache.sequence_ids:
         document["sequence"], tensors = pack(store, store.sequence(cache.sequence_ids[0]))

@@ -204,7 +204,8 @@ class Session:
         self._spans, self._known = (), 0
 
     def save(self, path: str | Path) -> None:
-        """Write all of it to a file, which is compared before it takes its name (docs/architecture.md). Raises OSError where that fails."""
+        """Write all of it to a file, which is compared before it takes its name (docs/architecture.md). Raises OSError where that fails,
+        ValueError for a session with a setting of a type that no file keeps."""
         saving.save(self, path)
 
     @classmethod

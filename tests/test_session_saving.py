@@ -319,6 +319,19 @@ def test_every_altered_byte_is_seen(saved: Path, tmp_path: Path) -> None:
     verified.read(path)
 
 
+def test_what_load_would_refuse_is_not_called_saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "one.kvs"
+    with Session(model, tokenizer, "strata", capacity_tokens=400) as session:
+        feed(session, 100)
+        session.save(path)
+        before = path.read_bytes()
+        vars(session)["auto"] = 1
+        with pytest.raises(ValueError, match=r"was not saved, for it could not be loaded: Facts.auto is 1; accepted: bool"):
+            session.save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["one.kvs"]
+    assert path.read_bytes() == before
+
+
 def test_every_altered_bit_of_a_header_is_seen(tmp_path: Path) -> None:
     """Some flips leave JSON that is another header's: of "data_offsets":[0,128] a list of one number."""
     path = tmp_path / "one.kvs"
