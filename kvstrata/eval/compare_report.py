@@ -4,7 +4,7 @@ Needs no network and no script. Knows nothing of how the results were made.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvstrata.eval.pareto import ParetoChart, Point, outline, pareto_chart
 from kvstrata.eval.peers.compare import not_run, pools, verdicts
-from kvstrata.eval.peers.rows import OURS
+from kvstrata.eval.peers.rows import GROUPS, OURS
 from kvstrata.eval.report import figure
 from kvstrata.eval.token_map import LANE, LETTERS, ROW, rows_of, turn_chart
 from kvstrata.eval.watched import Watched
@@ -40,24 +40,57 @@ MEASURES = (
     Measure("call_top1", "Tool calls", "share of tool-call tokens whose choice stays the same; higher is better", False, False, "{:.3f}"),
     Measure("fact_logp", "Facts", "-log p of facts asked later, nats; lower is better", True, True, "{:.2f}", sign=-1.0),
 )
-NEEDED = {"group", "family", "label", "trace", "tokens", "bits", "held", "scored", "kl", "top1", "call_tokens", "call_kl", "call_top1",
-          "fact_logp", "facts_hit", "masked", "protocol", "source"}  # fmt: skip
+
+
+def _is_number(x: Any) -> bool:
+    """Not a number and infinity are measures too; whole numbers beyond every float are not."""
+    return isinstance(x, float) or (_is_whole(x) and abs(x) < _LARGEST)
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+_LARGEST = 10**15
+NEEDED: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("family", "label", "trace", "protocol", "source"), lambda x: isinstance(x, str), "text"),
+    (("group",), lambda x: x in GROUPS, ", ".join(GROUPS)),
+    (("tokens", "scored"), lambda x: _is_whole(x) and 0 < x < _LARGEST, "a whole number above 0"),
+    (("call_tokens", "facts_hit"), lambda x: _is_whole(x) and 0 <= x < _LARGEST, "a whole number, 0 or more"),
+    (("bits", "held"), lambda x: _is_number(x) and 0 < x < _LARGEST, "a number above 0"),
+    (("kl", "top1", "masked"), _is_number, "a number"),
+    (("call_kl", "call_top1"), lambda x: x is None or _is_number(x), "a number, or null"),
+    (("fact_logp",), lambda x: isinstance(x, list) and all(map(_is_number, x)), "a list of numbers"),
+)
+"""Of a run: names, what their values are, and that in words."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """A file that eval/peers_study.py, or `kvstrata eval --compare --json`, wrote. Raises ValueError for any other."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON ({error}); accepted: results of kvstrata.eval.peers_study") from None
     runs = data.get("runs") if isinstance(data, dict) else None
     if not isinstance(runs, list) or not runs or not isinstance(data.get("model"), str):
         raise ValueError(f"{path} holds no runs of a model; accepted: results of kvstrata.eval.peers_study")
+    missing = data.get("missing", {})
+    if not isinstance(missing, dict) or not all(isinstance(why, str) for why in missing.values()):
+        raise ValueError(f"{path}: missing is {str(missing)[:40]!r}; accepted: what kept a family from running, by its name")
     for run in runs:
-        missing = NEEDED - set(run) if isinstance(run, dict) else NEEDED
-        if missing:
-            raise ValueError(f"{path} has a run without {', '.join(sorted(missing))}; accepted: results of kvstrata.eval.peers_study")
+        _check_run(path, run)
     return data
+
+
+def _check_run(path: Path, run: Any) -> None:
+    """Raise ValueError, naming the file, what is wrong and what is accepted."""
+    lacking = {name for names, _, _ in NEEDED for name in names} - set(run if isinstance(run, dict) else ())
+    if lacking:
+        raise ValueError(f"{path} has a run without {', '.join(sorted(lacking))}; accepted: results of kvstrata.eval.peers_study")
+    for names, fits, accepted in NEEDED:
+        for name in names:
+            if not fits(run[name]):
+                raise ValueError(f"{path}: {name} of run {str(run['label'])[:40]!r} is {str(run[name])[:40]!r}; accepted: {accepted}")
 
 
 def sections(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

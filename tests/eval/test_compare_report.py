@@ -174,3 +174,43 @@ def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:
     assert read_results(path)["model"] == "<qwen> & co"
     with pytest.raises(ValueError, match="the report needs results, a conversation, or both"):
         write_compare_report(tmp_path / "x.html", [], None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"group": "x"}, "group of run 'strata, 2.6' is 'x'; accepted: ours, papers"), ({"group": []}, "group of run"),
+     ({"label": ["strata"]}, "label of run .*; accepted: text"), ({"tokens": 0}, "tokens of run .* is '0'; accepted: a whole number above"),
+     ({"scored": True}, "scored of run"), ({"bits": "3"}, "bits of run .* is '3'; accepted: a number above 0"), ({"held": None}, "held of"),
+     ({"held": float("nan")}, "held of run .* is 'nan'"), ({"bits": 10**400}, "bits of run"), ({"kl": None}, "kl of run"),
+     ({"call_kl": "0"}, "call_kl of run .*; accepted: a number, or null"), ({"fact_logp": -1.0}, "fact_logp of run .*; accepted: a list"),
+     ({"fact_logp": [None]}, "fact_logp of run"), ({"facts_hit": -1}, "facts_hit of run")],
+)  # fmt: skip
+def test_runs_of_other_values_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    data, path = results(), tmp_path / "x.json"
+    data["runs"][0] |= change
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"x\.json: " + message):
+        read_results(path)
+
+
+@pytest.mark.parametrize("missing", [None, [], "KVzap", {"KVzap": 1}])
+def test_other_lists_of_what_is_missing_are_named(tmp_path: Path, missing: Any) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(results() | {"missing": missing}))
+    with pytest.raises(ValueError, match=r"x\.json: missing is .*; accepted: what kept a family from running"):
+        read_results(tmp_path / "x.json")
+
+
+def test_endless_brackets_are_no_results(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is no JSON"):
+        read_results(tmp_path / "x.json")
+
+
+def test_measures_that_are_no_number_or_nothing_are_shown(tmp_path: Path) -> None:
+    data, path = results(), tmp_path / "x.json"
+    data["runs"][0] |= {"kl": 0.0, "call_kl": None, "call_top1": None, "fact_logp": []}
+    data["runs"][1] |= {"kl": float("nan"), "top1": float("nan")}
+    path.write_text(json.dumps(data))
+    text = write_compare_report(tmp_path / "x.html", [read_results(path)], None).read_text()
+    assert "KL 0.0000 (strata, 2.6)" in text
+    assert "inf times lower" in text

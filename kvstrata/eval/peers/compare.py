@@ -3,6 +3,7 @@
 Knows nothing of files, and nothing of how a peer stores.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -104,7 +105,7 @@ def verdicts(rows: Sequence[dict[str, Any]], bits: str) -> list[str]:
         if not mine or not theirs or max(r[bits] for r in mine) < NEAR * at:
             continue
         ours, best = (min(x, key=lambda r: r["kl"]) for x in (mine, theirs))
-        ratio = best["kl"] / ours["kl"]
+        ratio = best["kl"] / ours["kl"] if ours["kl"] else math.inf
         line = f"{at:g} bits: KL {ours['kl']:.4f} ({ours['label']}), best peer {best['kl']:.4f} ({best['label']}): "
         line += f"{ratio:.1f} times lower, {TIMES[at]:g} wanted: {_word(ratio >= TIMES[at])}"
         lines.append(line)
