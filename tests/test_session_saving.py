@@ -1,6 +1,7 @@
 """Sessions as files: a loaded conversation goes on as if it had never left, and a file that is not whole is not loaded."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -330,6 +331,16 @@ def test_what_load_would_refuse_is_not_called_saved(model: PreTrainedModel, toke
             session.save(path)
     assert [p.name for p in tmp_path.iterdir()] == ["one.kvs"]
     assert path.read_bytes() == before
+
+
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(OSError, match=f"{name} is a folder or a device; accepted: the name of an ordinary file"):
+            verified.write(tmp_path / name, {}, {"x": torch.zeros(1)})
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "pipe"]
 
 
 def test_every_altered_bit_of_a_header_is_seen(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ def write(path: str | Path, document: dict[str, Any], tensors: Tensors) -> None:
     """Write a file under a temporary name beside `path`, read it back, compare, and only then let it take its name: until then what was
     there stays. Raises OSError where it cannot be written or does not read back the same; nothing is left behind then."""
     path = Path(path)
+    if path.exists() and not path.is_file():
+        # a device or a pipe would be replaced by a file
+        raise OSError(f"{path} is a folder or a device; accepted: the name of an ordinary file, new or old")
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
