@@ -25,6 +25,8 @@ class Watchable(Protocol):
     """The part of a session that is read (kvstrata.session.Session)."""
 
     reports: list[TurnReport]
+    starts: set[int]
+    """Reports with which a conversation begins, and with it what was done so far."""
 
     @property
     def store(self) -> Store: ...
@@ -34,8 +36,9 @@ class Watchable(Protocol):
     def token_ids(self) -> list[int]: ...
 
 
-RUNNING = {"demoted_pages", "evicted_pages", "thinned", "plan_seconds"}
-"""Fields of a report that say how many so far: of a conversation, and from nothing again in the next."""
+OF_CONVERSATION = {"demoted_pages", "evicted_pages", "thinned"}
+RUNNING = OF_CONVERSATION | {"plan_seconds"}
+"""Fields of a report that say how many so far: of a session, and some of a conversation, from nothing again in the next."""
 COUNTERS = {
     "turns": ("Turns that ended.", "turns"),
     "turn_seconds": ("Time that turns took.", "seconds"),
@@ -43,7 +46,7 @@ COUNTERS = {
     "computed_tokens": ("Tokens that ran through the model.", "new_tokens"),
     "reused_tokens": ("Tokens of prompts that were stored already.", "reused_tokens"),
     "demoted_pages": ("Pages that gave up planes, or were stored coarser.", "demoted_pages"),
-    "evicted_pages": ("Pages that were evicted whole.", "evicted_pages"),
+    "evicted_pages": ("Pages that were evicted, all of their tokens or but for survivors.", "evicted_pages"),
     "evicted_tokens": ("Tokens that were thinned away, a layer and KV head on average.", "thinned"),
 }
 """Name, help and the report's field."""
@@ -81,9 +84,10 @@ class SessionMetrics:
             totals = dict(self._totals)
         for name, (text, _) in COUNTERS.items():
             yield self._counters(f"{self.prefix}_{name}", text, value=totals.get(name, 0))
-        holding = [s for s in sessions if s.reports and s.token_ids]
+        held = {s: taken for s in sessions if s.reports and (taken := _held_bytes(s))}
+        holding = list(held)
         yield self._gauge("sessions", "Sessions that hold a conversation.", len(holding))
-        yield self._gauge("stored_bytes", "Bytes that their conversations take, all counted.", sum(s.bytes_in_use for s in holding))
+        yield self._gauge("stored_bytes", "Bytes that their conversations take, all counted.", sum(held.values()))
         dense = sum(s.reports[-1].bytes_bf16 for s in holding)
         yield self._gauge("bf16_bytes", "Bytes that they would take uncompressed in bfloat16.", dense)
         by_tag = self._gauges(
@@ -104,14 +108,23 @@ class SessionMetrics:
     def _count(self, session: Watchable) -> None:
         """Add what turns since the last time did."""
         for report in session.reports[self._seen[session] :]:
-            before = self._last.get(session)
+            before, begins = self._last.get(session), self._seen[session] in session.starts
             for name, (_, field) in COUNTERS.items():
                 value = 1.0 if field == "turns" else getattr(report, field)
-                if field in RUNNING and before is not None and value >= getattr(before, field):
+                if field in RUNNING and before is not None and not (begins and field in OF_CONVERSATION):
                     value -= getattr(before, field)
                 self._totals[name] += value
             self._last[session] = report
             self._seen[session] += 1
+
+
+def _held_bytes(session: Watchable) -> int:
+    """Bytes of a session's conversation; 0 where it holds none."""
+    try:
+        return session.bytes_in_use if session.token_ids else 0
+    except (IndexError, ValueError):
+        # a turn in another thread has let go of it since it was looked for
+        return 0
 
 
 def bytes_by_tag(sessions: list[Any]) -> dict[tuple[str, str, str, str], float]:

@@ -150,6 +150,10 @@ def _load(
         session._cache.restore(Snapshot([place(store, unplaced)], mask, there))
     session._spans, session._known = facts.spans, facts.known
     session.reports.extend(facts.reports)
+    if facts.reports:
+        session.plan_seconds = facts.reports[-1].plan_seconds
+    if unplaced is None:
+        session.starts.add(len(facts.reports))
     # what stands in for a plan within the budget does so until the next plan is made
     session._standing_floor = facts.reports[-1].floor_bytes if facts.reports and unplaced is not None else 0
     return session

@@ -120,6 +120,8 @@ class Session:
         if self._evicts:
             store.check_plan(self.policy.plan((), 0, Signals()))
         self.reports: list[TurnReport] = []
+        # of the reports, those of first turns: what a report says was done so far begins anew there
+        self.starts = {0}
         self.plan_seconds = 0.0
         self._cache = StrataCache(model, store, self._plan)
         self._spans: tuple[Span, ...] = ()
@@ -202,6 +204,7 @@ class Session:
         """Forget the conversation; its settled pages stay reusable in the store until their frames are wanted."""
         self._cache.reset()
         self._spans, self._known = (), 0
+        self.starts.add(len(self.reports))
 
     def save(self, path: str | Path) -> None:
         """Write all of it to a file, which is compared before it takes its name (docs/architecture.md). Raises OSError where that fails,
@@ -310,7 +313,7 @@ class Session:
             return
         common = _common(self.token_ids, token_ids)
         if not common:
-            self._cache.reset()
+            self.reset()
         elif common < len(self.token_ids):
             self._cache.crop(common - len(self.token_ids))
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -97,6 +98,55 @@ def test_evicted_pages_and_tokens_are_counted(model: PreTrainedModel, tokenizer:
         assert got["cache_evicted_pages_total"] == last.count(Tier.EVICTED) > 20
         assert got["cache_evicted_tokens_total"] == session.report.thinned > 1000
         assert sum(v for k, v in got.items() if 'tier="EVICTED"' in k) == 0
+
+
+def test_a_longer_conversation_after_a_reset_is_counted_whole(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    metrics = SessionMetrics()
+    with Session(model, tokenizer, "streaming", policy_settings={"kept": 400}, capacity_tokens=2600) as session:
+        metrics.watch(session)
+        fed(session, (1500,))
+        pages, tokens = session.report.evicted_pages, session.report.thinned
+        assert values(metrics)["kvstrata_evicted_pages_total"] == pages > 10
+        session.reset()
+        session.save(tmp_path / "one.kvs")
+        fed(session, (1900,))
+        assert session.report.evicted_pages > pages
+        got = values(metrics)
+        assert got["kvstrata_evicted_pages_total"] == pages + session.report.evicted_pages
+        assert got["kvstrata_evicted_tokens_total"] == tokens + session.report.thinned
+        assert got["kvstrata_plan_seconds_total"] == pytest.approx(session.plan_seconds)
+    again = SessionMetrics()
+    with Session.load(tmp_path / "one.kvs", model, tokenizer) as loaded:
+        again.watch(loaded)
+        planned = loaded.plan_seconds
+        fed(loaded, (1900,))
+        got = values(again)
+        # what it did from now on
+        assert got["kvstrata_evicted_pages_total"] == loaded.report.evicted_pages
+        assert got["kvstrata_plan_seconds_total"] == pytest.approx(loaded.plan_seconds - planned)
+
+
+class Emptied(list[int]):
+    """There when it is looked for, gone when it is taken."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("ids", [Emptied(), [999]], ids=["emptied", "released"])
+def test_a_session_that_is_reset_while_it_is_scraped_holds_nothing(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int]
+) -> None:
+    metrics = SessionMetrics()
+    with Session(model, tokenizer, capacity_tokens=900) as session:
+        metrics.watch(session)
+        fed(session, (200,))
+        there, session._cache.sequence_ids = session._cache.sequence_ids, ids
+        got = values(metrics)
+        session._cache.sequence_ids = there
+    assert (got["kvstrata_sessions"], got["kvstrata_stored_bytes"], got["kvstrata_turns_total"]) == (0, 0, 1)
 
 
 def test_two_sessions_of_one_store_are_added_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
