@@ -83,6 +83,8 @@ class Strata:
             raise ValueError(f"score is {self.score!r}; accepted: {', '.join(SELECTORS)}")
         if self.staging is not None:
             staging = Tier.parse(self.staging)
+            if staging not in QUANTIZED:
+                raise ValueError(f"staging is {self.staging!r}; accepted: None, {', '.join(t.name for t in QUANTIZED)}")
             # a codec without it has one nearest to it
             object.__setattr__(self, "staging", max((t for t in self.tiers if t <= staging), default=self.tiers[0]))
         object.__setattr__(self, "rho", _shares(self.rho))

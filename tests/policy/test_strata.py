@@ -177,8 +177,19 @@ def test_a_plan_of_128k_tokens_takes_less_than_20_milliseconds(bits: float, rho:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"trust": 1.5}, {"trust": True}, {"contrast": -0.1}, {"decay": 2.0}, {"refresh": 0}, {"solver": "luck"}, {"staging": "INT5"}]
+    "wrong",
+    [
+        {"trust": 1.5},
+        {"trust": True},
+        {"contrast": -0.1},
+        {"decay": 2.0},
+        {"refresh": 0},
+        {"solver": "luck"},
+        {"staging": "INT5"},
+        {"staging": "EVICTED"},
+        {"staging": Tier.BF16},
+    ],
 )
 def test_wrong_settings_are_refused_by_name(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(wrong)) if 'staging' not in wrong else 'unknown tier'}.*accepted"):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong)) if wrong != {'staging': 'INT5'} else 'unknown tier'}.*accepted"):
         make_policy("strata", **wrong)
