@@ -161,6 +161,11 @@ class Strata:
                 f"profile {self.profile!r} does not say what KL a loss means, so there is no plan of quality {budget.quality}; "
                 "python -m kvstrata.eval.quality_study measures it"
             )
+        if budget.quality <= law.floor:
+            raise ValueError(
+                f"quality is {budget.quality}; accepted: above {law.floor:.3g} nats a token, "
+                f"which profile {self.profile!r} predicts at any bytes"
+            )
         return law.loss(AIM * budget.quality) * budget.num_tokens
 
     def _kept(self, counts: NDArray[np.int32], body: range, budget: Budget) -> NDArray[np.bool_]:

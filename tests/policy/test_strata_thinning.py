@@ -183,6 +183,17 @@ def test_what_was_given_up_is_predicted_too(lawful: str) -> None:
     assert set(planned.tiers[1:]) == {I2}
 
 
+def test_a_quality_that_no_bytes_reach_is_refused(tmp_path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(dataclasses.replace(load_profile("qwen05"), law=Law(0.002, 300.0, 1.5, 1e-4, 1e-2)).to_json())
+    policy = make_policy("strata", profile=str(path))
+    for quality in (1e-300, 0.001, 0.002):
+        with pytest.raises(ValueError, match=rf"quality is {quality}; accepted: above 0.002 nats a token"):
+            policy.plan(AGENT, N, Signals(4), Budget(PAGE, N, ELEMENTS, quality=quality))
+    predicted = policy.plan(AGENT, N, Signals(4), Budget(PAGE, N, ELEMENTS, quality=0.0021)).predicted_kl
+    assert predicted is not None and 0.002 < predicted <= 0.0021
+
+
 def test_quality_needs_a_law_and_a_policy_that_predicts(tmp_path) -> None:
     path = tmp_path / "unlawful.json"
     path.write_text(dataclasses.replace(load_profile("qwen05"), law=None).to_json())
