@@ -61,13 +61,15 @@ class Allowance:
                 error.floor,
             ) from None
 
-    def budget(self, num_tokens: int) -> Budget | None:
-        """Of a plan for so many tokens; None where nothing was asked for."""
+    def budget(self, num_tokens: int, outside: int = 0) -> Budget | None:
+        """Of a plan for so many tokens; None where nothing was asked for. outside: bytes that the conversation takes beside its frames,
+        which a ceiling in bytes is for too."""
         if self.quality is not None:
             return self._made(num_tokens, quality=self.quality)
         if self.bits is None and self.num_bytes is None:
             return None
-        return self._made(num_tokens, num_bytes=max(self._limit(num_tokens), 1))
+        beside = outside if self.num_bytes is not None else 0
+        return self._made(num_tokens, num_bytes=max(self._limit(num_tokens) - beside, 1))
 
     def _made(
         self, num_tokens: int, *, bits: float | None = None, num_bytes: int | None = None, quality: float | None = None

@@ -60,7 +60,7 @@ class Session:
     policy, policy_settings: as kvstrata.policy.make_policy takes them. budget_bits: real bits a K and V element, averaged over the
     conversation, which counts as BUDGET_HORIZON tokens while it is shorter; where the recent window alone takes more, the policy's
     cheapest plan stands in, and the report says so (floor_bytes). budget_bytes: bytes that the conversation may take however long it grows,
-    instead. quality: KL
+    what is held beside its frames included (bytes_in_use), instead. quality: KL
     against an uncompressed cache, nats a token, that plans are predicted to stay under, at the fewest bytes, instead.
     codec, window, dense_dtype, capacity_tokens: of the store made for this session; store: share this one instead (sessions of one
     model then reuse each other's prefixes). window defaults to the policy's (64, triaxial: 0), dense_dtype to bfloat16, and to the model's
@@ -365,7 +365,7 @@ class Session:
         window = -(-n // PAGE_SIZE) - self.store.first_window_page(n)
         held, turn = tuple(page.tier for page in s.pages[: s.settled]), max((span.turn for span in spans), default=0)
         signals = Signals(turn, tuple(s.weights.tolist()), held, window, *living(self.store, s), *holding(self.store, s, n))
-        budget = self._allowance.budget(n)
+        budget = self._allowance.budget(n, self._query_bytes + self._cache.sliding_bytes)
         try:
             plan, self._standing_floor = self.policy.plan(spans, n, signals, budget), 0
             return plan

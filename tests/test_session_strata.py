@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvstrata.policy.profile import Law, load_profile
 from kvstrata.session import Session
 from kvstrata.types import PAGE_SIZE, Role, Span, Tier
+from tests.models import tiny
 
 Tagged = tuple[list[int], tuple[Span, ...]]
 
@@ -194,10 +195,22 @@ def test_a_budget_in_bytes_holds_however_long_the_conversation_grows(
             (tiers,) = fed(session, told, [end])
             # anchors go before any token does
             assert bool(session._sequence.anchors) == (rho > 0 and Tier.EVICTED not in tiers)
-            assert session.frames_in_use * session.layout.frame_bytes <= limit
+            # queries that are kept to weigh pages by are bytes too
+            assert session.frames_in_use * session.layout.frame_bytes + session.report.bytes_queries == session.bytes_in_use <= limit
+            assert session.report.bytes_queries > 0
             assert session.report.floor_bytes == 0
             assert Tier.EVICTED not in tiers[: INST // PAGE_SIZE]
         assert Tier.EVICTED in tiers
+
+
+def test_a_budget_in_bytes_pays_for_sliding_windows(tokenizer: PreTrainedTokenizerBase) -> None:
+    told, limit = conversation(3000), 700_000
+    with Session(tiny("gemma3", vocab_size=1024), tokenizer, "strata", budget_bytes=limit, capacity_tokens=3200) as session:
+        for end in (1200, 1800, *range(1801, 1840), 3000):
+            fed(session, told, [end])
+            assert session.bytes_in_use == session.report.bytes_stored <= limit
+            assert session.report.floor_bytes == 0
+        assert session.bytes_in_use - session.report.bytes_queries - session.frames_in_use * session.layout.frame_bytes > 200_000
 
 
 @pytest.mark.parametrize("score", ["newest", "intent"])

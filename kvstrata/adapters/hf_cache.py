@@ -334,10 +334,11 @@ class StrataCache(Cache):
             step, self._step = self._step, None
             settled = [s.settled for s in step.sequences]
             step.commit()
-            for s, before, tokens in zip(step.sequences, settled, itertools.pairwise(step.cu_seqlens), strict=True):
-                self._settle(s, before, tokens[1] - tokens[0])
+            # what they hold counts where the next plan is made
             for layer in self._sliding.values():
                 layer.trim()
+            for s, before, tokens in zip(step.sequences, settled, itertools.pairwise(step.cu_seqlens), strict=True):
+                self._settle(s, before, tokens[1] - tokens[0])
 
     def _settle(self, s: Sequence, settled: int, new: int) -> None:
         """Weigh a sequence's pages after a step of `new` tokens, if that is due, and take from them what the next plan does."""
