@@ -188,8 +188,9 @@ def test_a_budget_in_bytes_holds_however_long_the_conversation_grows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rho: float
 ) -> None:
     told = conversation(3000)
-    with Session(model, tokenizer, "strata", capacity_tokens=64) as other:
-        limit = int(3.0 * other.layout.elements(1500) / 8)
+    with Session(model, tokenizer, "strata", capacity_tokens=200) as other:
+        fed(other, told, [100])
+        limit = int(3.0 * other.layout.elements(1500) / 8) + other.report.bytes_queries
     with Session(model, tokenizer, "strata", budget_bytes=limit, policy_settings={"rho": rho}, capacity_tokens=3200) as session:
         for end in (1200, 1800, 2400, 3000):
             (tiers,) = fed(session, told, [end])

@@ -25,6 +25,8 @@ from kvstrata.types import PAGE_SIZE, SELECTORS, Anchors, Ask, Plan, Role, Span,
 Floats = NDArray[np.float64]
 RHO = (0.0,)
 """Shares of anchors that are on offer by default."""
+GONE = 0.5
+"""Share of `contrast` for pages that go: a coarse page that is wanted after all is there, one that is gone is not."""
 AIM = 0.75
 """Share of a KL that was asked for that plans aim at: what pages gave up is not to be had back when later queries think more of them."""
 
@@ -190,7 +192,7 @@ class Strata:
             believed[weighed] += self.trust * (told - told.mean() - tags[weighed] + tags[weighed].mean())
         mean = believed.mean() if len(believed) else 0.0
         losses = prior * np.exp(mean + self.contrast * (believed - mean) - tags)[:, None]
-        losses[:, 0] *= self.regret
+        losses[:, 0] = self.regret * prior[:, 0] * np.exp(mean + GONE * self.contrast * (believed - mean) - tags)
         return losses
 
 

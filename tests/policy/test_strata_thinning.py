@@ -166,7 +166,8 @@ def test_quality_is_met_at_the_fewest_bytes(lawful: str) -> None:
         bits = sum(planned.tiers)
         assert before is None or bits < before
         before = bits
-        assert planned.predicted_kl > 0.7 * quality or set(planned.tiers[1:]) == {I2}
+        # three quarters are aimed at, in whole pages
+        assert planned.predicted_kl > 0.65 * quality or set(planned.tiers[1:]) == {I2}
         # a budget of as many bytes predicts as much, and one of a few pages less does not meet it
         same = policy.plan(AGENT, N, Signals(4), Budget(PAGE, N, ELEMENTS, bytes=cost(planned.tiers)))
         assert same.predicted_kl == pytest.approx(planned.predicted_kl, rel=0.02)
