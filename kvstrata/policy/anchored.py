@@ -26,7 +26,8 @@ BF16, which INT8 equals within a few percent. INT2 with 5 and 10% and INT4 with 
 (docs/results/hyquant.json). The other five are preliminary, of no file of results: that file has them on one conversation, where anchors
 gain more (docs/planner.md)."""
 POWER = 1.85
-"""KL goes with this power of what all pages lose (the law of profile qwen05), so a ratio of KLs is this power of one of losses."""
+"""What a ratio of KLs is believed of as a ratio of losses: its root of this degree. With the ratio itself plans bought anchors for more
+planes than they were worth (docs/planner.md)."""
 CLASSES = 512
 """Pages beyond which a share is decided on classes of pages alike, not page by page."""
 

@@ -3,7 +3,7 @@
 Knows bytes and losses; nothing of tags, attention or conversations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,16 @@ class Market:
             best = self._bought(self.cost[:, :whole], self.loss[:, :whole], self.limit, solver, most)
             return min(thinned, best, key=lambda c: c.loss) if thinned.cost <= self.limit else best
         return self._bought(self.cost, self.loss, self.limit, solver, most)
+
+    def holding(self, chosen: Chosen, stored: int) -> Chosen:
+        """The same, but that of the first `stored` pages those that have a tier stay at it."""
+        bits, grid = np.array([int(t) for t in chosen.tiers], int), np.array([0, *self.tiers])
+        kept = self.there & ~chosen.thinned & np.isin(self.held, self.tiers)
+        kept[stored:] = False
+        rows, was, now = np.flatnonzero(kept), np.searchsorted(grid, bits[kept]), np.searchsorted(grid, self.held[kept])
+        bits[kept] = self.held[kept]
+        more = int((self.cost[rows, now] - self.cost[rows, was]).sum()), float((self.loss[rows, now] - self.loss[rows, was]).sum())
+        return replace(chosen, tiers=[_OF_BITS[b] for b in bits.tolist()], cost=chosen.cost + more[0], loss=chosen.loss + more[1])
 
     def _bought(self, cost: Ints, loss: Floats, limit: int, solver: str, most: float | None) -> Chosen:
         # of equals the newest first

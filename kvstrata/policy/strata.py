@@ -134,6 +134,9 @@ class Strata:
             anchored.budget,
         )
         chosen = market.solve(self.solver, self._most(budget))
+        if budget.quality is not None and signals.choosing:
+            # what a turn changes, in what is said of its beginning, is no reason to attend that at fewer planes: pages are weighed first
+            chosen = market.holding(chosen, len(stored))
         # past the window's start a tier is a promise for later; the newest pages keep the default at least
         tiers = (Tier.BF16,) * sinks + tuple(chosen.tiers) + (default,) * (pages - body.stop)
         if chosen.cost > market.limit:

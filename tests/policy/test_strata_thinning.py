@@ -184,6 +184,21 @@ def test_what_was_given_up_is_predicted_too(lawful: str) -> None:
     assert set(planned.tiers[1:]) == {I2}
 
 
+def test_a_quality_takes_no_planes_before_a_step_that_weighs(lawful: str) -> None:
+    """What a new turn changes in the losses of what is stored is no reason to attend that at fewer planes."""
+    policy, half = make_policy("strata", profile=lawful), PAGES // 2
+    held = (Tier.BF16,) + (Tier.INT8,) * (half - 1)
+    budget = Budget(PAGE, N, ELEMENTS, quality=0.003)
+    before, after = (policy.plan(AGENT, N, Signals(4, (), held, choosing=choosing), budget) for choosing in (True, False))
+    assert before.tiers[:half] == held
+    assert before.tiers[half:] == after.tiers[half:]
+    assert max(after.tiers[1:half]) < Tier.INT8
+    assert before.loss is not None and after.loss is not None
+    assert before.loss < after.loss
+    assert before.predicted_kl is not None
+    assert before.predicted_kl < 0.003
+
+
 def test_a_quality_that_no_bytes_reach_is_refused(tmp_path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(dataclasses.replace(load_profile("qwen05"), law=Law(0.002, 300.0, 1.5, 1e-4, 1e-2)).to_json())
