@@ -33,8 +33,6 @@ def pages(planned: Plan) -> int:
 
 
 def test_gains_are_those_that_were_measured() -> None:
-    law = load_profile("qwen05").law
-    assert law is not None and pytest.approx(law.power, abs=0.01) == POWER
     runs: dict[tuple[str, str], float] = {
         (r["label"], r["trace"]): r["kl"] for r in json.loads(RESULTS.read_text())["runs"] if r["group"] == "anchors"
     }
