@@ -1,4 +1,4 @@
-# make demo    set up, fetch SmolLM2-135M, run a real agent conversation at five settings
+# make demo    set up, fetch SmolLM2-135M, run a real agent conversation at six settings
 # make test    set up, fetch the two small test models, run the tests
 # make test-vllm    the vLLM plugin's tests, in an environment of their own (5.6 GB)
 PYTHON ?= python3

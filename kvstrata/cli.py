@@ -100,7 +100,7 @@ def demo(
     report: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("report.html"),
     device: Device = "cpu",
 ) -> None:
-    """A real agent conversation at five settings: a table, and report.html."""
+    """A real agent conversation at six settings: a table, and report.html."""
     with usage_errors():
         from kvstrata.eval.demo import SETTINGS, example, run_demo
 

@@ -1,6 +1,6 @@
 """A conversation over many turns: the file to read first.
 
-    session = Session(model, tokenizer, policy="role", budget_bits=3.5)
+    session = Session(model, tokenizer, budget_bits=3.5)
     reply = session.chat(messages, tools=tools)
 
 A turn: messages are tagged, the policy plans a tier for each page, what is stored of the prefix is reused, the rest runs through the
@@ -57,15 +57,17 @@ def _common(a: list[int], b: list[int]) -> int:
 class Session:
     """One conversation in a store.
 
-    policy, policy_settings: as kvstrata.policy.make_policy takes them. budget_bits: real bits a K and V element, averaged over the
-    conversation, which counts as BUDGET_HORIZON tokens while it is shorter; where the recent window alone takes more, the policy's
-    cheapest plan stands in, and the report says so (floor_bytes). budget_bytes: bytes that the conversation may take however long it grows,
-    what is held beside its frames included (bytes_in_use), instead. quality: KL
+    policy, policy_settings: as kvstrata.policy.make_policy takes them. `strata`, the default, works with every codec; without a budget it
+    keeps all pages but the first at the codec's tier nearest to INT4 (planes: 4.6 bits an element at head_dim 128). The newest 64 queries
+    of each layer, by which it weighs pages, are held at INT8: they are in bytes_stored, not in bits_per_element.
+    budget_bits: real bits a K and V element, averaged over the conversation, which counts as BUDGET_HORIZON tokens while it is shorter;
+    where the recent window alone takes more, the policy's cheapest plan stands in, and the report says so (floor_bytes). budget_bytes:
+    bytes that the conversation may take however long it grows, what is held beside its frames included (bytes_in_use), instead. quality: KL
     against an uncompressed cache, nats a token, that plans are predicted to stay under, at the fewest bytes, instead.
     codec, window, dense_dtype, capacity_tokens: of the store made for this session; store: share this one instead (sessions of one
-    model then reuse each other's prefixes). window defaults to the policy's (64, triaxial: 0), dense_dtype to bfloat16, and to the model's
-    own type for policy "full". chunk_tokens: of a turn, that run at once under a policy that evicts: a session keeps to its budget, and one
-    chunk, within a long turn too; other policies run a turn whole.
+    model then reuse each other's prefixes). window defaults to the policy's (64; strata, triaxial: 0), dense_dtype to bfloat16, and to the
+    model's own type for policy "full". chunk_tokens: of a turn, that run at once under a policy that evicts: a session keeps to its budget,
+    and one chunk, within a long turn too; other policies run a turn whole.
 
     auto: when the store has no frames left for a step of any session, this one gives way with others that do, oldest observations first,
     instructions last and never below the lowest tier (docs/planner.md); a step is refused only when none of them can give up more.
@@ -78,7 +80,7 @@ class Session:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        policy: str = "role",
+        policy: str = "strata",
         budget_bits: float | None = None,
         *,
         budget_bytes: int | None = None,

@@ -206,7 +206,7 @@ def test_demo_writes_the_report_and_a_row_for_each_setting(invoke: Any, good: Pa
     report = tmp_path / "report.html"
     result = invoke("demo", "--model", "tiny", "--traces", good, "--report", report)
     assert result.exit_code == 0, result.output
-    for name in ("full", "uniform INT4", "uniform INT3", "uniform INT2", "role"):
+    for name in ("full", "uniform INT4", "uniform INT3", "uniform INT2", "strata", "strata 3.5 bits"):
         assert name in result.stdout
     assert report.read_text().startswith("<!doctype html>")
 

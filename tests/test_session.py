@@ -10,11 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from kvstrata.adapters.hf import store_config
+from kvstrata.ops.codecs import CODECS
 from kvstrata.ops.quant import NonFiniteError
 from kvstrata.session import Session
 from kvstrata.store.arena import OutOfFramesError
 from kvstrata.store.store import Store
 from kvstrata.types import PAGE_SIZE, Role, Span, Tier
+from tests.models import CONFIGS, VOCAB, tiny
 
 Messages = list[dict[str, Any]]
 TOOL = {
@@ -234,6 +236,44 @@ def test_every_codec_has_a_default_tier(model: PreTrainedModel, tokenizer: PreTr
         with Session(model, tokenizer, "uniform", codec=codec, capacity_tokens=400) as session:
             session.feed(list(range(300)), (), logits_to_keep=1)
             assert session.page_tiers()[1] is tier
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_without_settings_a_session_is_strata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, codec: str) -> None:
+    """With any codec: it weighs pages, and takes INT4's bytes (or the codec's nearest tier's) but for its first page and its last."""
+    messages = conversation(2)
+    with Session(model, tokenizer, codec=codec, capacity_tokens=1500) as session:
+        assert session.policy.name == "strata"
+        for _ in range(2):
+            report = session.chat(messages, tools=[TOOL], max_new_tokens=40, min_new_tokens=40).report
+            session.store.check_integrity()
+            (s,), layout = session.store.sequences, session.layout
+            whole = report.tokens // PAGE_SIZE
+            assert session.page_tiers()[1:whole] == [layout.default_tier] * (whole - 1)
+            assert len(s.weights) >= whole - 2
+            assert (s.weights > 0).all()
+            most = 2 * layout.page_bytes(Tier.BF16) + (whole - 1) * layout.page_bytes(layout.default_tier)
+            assert report.bytes_stored - report.bytes_queries <= most
+            # the newest 64 queries of each layer: a byte a channel and four of scale a head
+            assert report.bytes_queries == model.config.num_hidden_layers * 64 * model.config.num_attention_heads * (64 + 4)
+            # a user goes back to an earlier turn: what came after it is cropped
+            messages = [*conversation(1), {"role": "user", "content": "And now another way."}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_runs_without_settings(tokenizer: PreTrainedTokenizerBase, family: str, dtype: torch.dtype) -> None:
+    model = tiny(family).to(dtype)
+    ids = torch.randint(3, VOCAB, (430,), generator=torch.Generator().manual_seed(0)).tolist()
+    with Session(model, tokenizer, capacity_tokens=600) as session, torch.no_grad():
+        for end in (300, 301, 365, 430, 380):
+            logits = session.feed(ids[:end], (), logits_to_keep=1)
+            session.store.check_integrity()
+            reference = model(input_ids=torch.tensor([ids[:end]])).logits[0, -1:].float()
+            # INT4's error, of random weights whose attention is peaked
+            assert (logits - reference).norm() < 0.35 * reference.norm()
+        assert len(session._sequence.weights) >= 380 // PAGE_SIZE
+        assert session.page_tiers()[1:11] == [Tier.INT4] * 10
 
 
 def test_errors_leave_the_session_able_to_go_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

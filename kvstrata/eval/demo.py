@@ -1,4 +1,4 @@
-"""The demo: one agent conversation at five settings, a report of every token. Knows nothing of terminals."""
+"""The demo: one agent conversation at six settings, a report of every token. Knows nothing of terminals."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,8 @@ SETTINGS = (
     Setting(tier=Tier.INT4),
     Setting(tier=Tier.INT3),
     Setting(tier=Tier.INT2),
-    Setting("role"),
+    Setting("strata"),
+    Setting("strata", budget_bits=3.5),
 )
 
 
