@@ -13,12 +13,13 @@ leaves what is not spent to later pages.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.adapters.vllm.ageing import Losses, Worth
-from kvstrata.adapters.vllm.settings import EngineSettings
+from kvstrata.adapters.vllm.settings import EngineSettings, request_settings
 from kvstrata.policy.profile import load_profile
 from kvstrata.policy.tags import NUM_TAGS
 from kvstrata.store.layout import Layout
@@ -52,7 +53,8 @@ class Allowance:
         if rate < layout.frames(lowest):
             floor = layout.bits_per_element(layout.frames(lowest), PAGE_SIZE)
             raise ValueError(
-                f"budget_bits {settings.budget_bits:g} is below {floor:.2f}, what {lowest.name} takes however long the request"
+                f"budget_bits {settings.budget_bits:g} is below {floor:.2f}, what {lowest.name} takes however long the request; "
+                "accepted: that or more"
             )
         return cls(rate, (settings.sinks + group) * dense, settings.sinks, max(settings.sinks + 1, settings.horizon // PAGE_SIZE))
 
@@ -186,6 +188,13 @@ class CausalPlanner:
             else:
                 break
         return market.tiers[at]
+
+
+def check_request(settings: EngineSettings, layout: Layout, extra_args: Any) -> None:
+    """Raises ValueError for extra arguments that no plan can be made of: a scheduler that meets them has nobody to tell, and ends."""
+    own = request_settings(settings, extra_args)
+    if own.budget_bits is not None:
+        Allowance.of(own, layout)
 
 
 def most_frames(settings: EngineSettings, layout: Layout, num_tokens: int) -> int:

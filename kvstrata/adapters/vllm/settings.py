@@ -113,6 +113,8 @@ class EngineSettings:
     def override(self, values: dict[str, Any]) -> Self:
         """Settings of one request. Values are lower than the server's or equal: capacity was reserved for those. Raises ValueError."""
         budget, tier = values.get("budget_bits"), values.get("tier")
+        if budget is not None and tier is not None:
+            raise ValueError("budget_bits and tier are both given; accepted: one of them")
         if budget is not None:
             if self.budget_bits is None:
                 raise ValueError(

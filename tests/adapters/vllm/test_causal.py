@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstrata.adapters.vllm.causal import Allowance, CausalPlanner, Market, hull, most_frames
+from kvstrata.adapters.vllm.causal import Allowance, CausalPlanner, Market, check_request, hull, most_frames
 from kvstrata.adapters.vllm.settings import EngineSettings
 from kvstrata.adapters.vllm.tags import code
 from kvstrata.policy.tags import NUM_TAGS
@@ -97,6 +97,20 @@ def test_a_budget_below_the_lowest_tier_is_refused_by_its_floor() -> None:
     s = EngineSettings(policy="uniform", budget_bits=2.0)
     with pytest.raises(ValueError, match=r"budget_bits 2 is below 2\.31, what INT2 takes"):
         Allowance.of(s, s.layout(KV_HEADS, DIM))
+
+
+@pytest.mark.parametrize("budget", [5e-324, 1, True, 2.3])
+def test_a_request_below_the_lowest_tier_is_refused_before_a_scheduler_meets_it(budget: float) -> None:
+    server = EngineSettings(budget_bits=3.0)
+    layout = server.layout(1, DIM)
+    with pytest.raises(ValueError, match="budget_bits") as caught:
+        check_request(server, layout, {"kvstrata_budget_bits": budget})
+    assert "\n" not in str(caught.value) and "accepted: " in str(caught.value)
+    # what a request of the same bits on any number of heads is held to
+    floor = layout.bits_per_element(2, PAGE_SIZE)
+    check_request(server, layout, {"kvstrata_budget_bits": floor})
+    CausalPlanner(EngineSettings(policy="uniform", budget_bits=floor), server.layout(KV_HEADS, DIM))
+    check_request(server, layout, None)
 
 
 def test_a_tier_without_budget_is_everywhere_but_at_the_sinks() -> None:

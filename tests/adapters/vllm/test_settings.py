@@ -73,6 +73,7 @@ def test_a_request_asks_for_less() -> None:
         ({"kvstrata_budget_bits": "9" * 10_000_000}, "budget_bits is '999"),
         ({"kvstrata_budget_bits": -1}, "budget_bits is '-1'"),
         ({"kvstrata_tier": "INT2"}, "this server runs under a budget; accepted: budget_bits"),
+        ({"kvstrata_budget_bits": 3.0, "kvstrata_tier": "BF16"}, "budget_bits and tier are both given; accepted: one of them"),
         ({"kvstrata" + "x" * 10_000_000: 1}, "unknown extra argument 'kvstrataxxx"),
     ],
 )

@@ -8,9 +8,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine.input_processor import InputProcessor
 
-from kvstrata.adapters.vllm.causal import most_frames
+from kvstrata.adapters.vllm.causal import check_request, most_frames
 from kvstrata.adapters.vllm.refusal import asks
-from kvstrata.adapters.vllm.settings import CONFIG_KEY, EngineSettings, UnsupportedEngineError, request_settings
+from kvstrata.adapters.vllm.settings import CONFIG_KEY, EngineSettings, UnsupportedEngineError
 from kvstrata.ops.frame import HEAD_DIMS
 from kvstrata.types import PAGE_SIZE
 
@@ -130,7 +130,8 @@ def watch_requests() -> None:
         original(self, params, *args, **kwargs)
         settings = settings_of(self.vllm_config)
         if settings is not None:
-            request_settings(settings, getattr(params, "extra_args", None))
+            layout = settings.layout(1, self.vllm_config.model_config.get_head_size())
+            check_request(settings, layout, getattr(params, "extra_args", None))
 
     def process_inputs(self: Any, *args: Any, resumable: bool = False, **kwargs: Any) -> Any:
         # such a session takes back its last token's page when more input comes

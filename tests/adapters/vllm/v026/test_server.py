@@ -154,13 +154,14 @@ def test_a_prompt_that_is_too_long_is_refused(server: Server) -> None:
     ("extra", "message"),
     [
         ({"kvstrata_budget_bits": 16}, "accepted: at most the server's, 5"),
+        ({"kvstrata_budget_bits": 1.5}, "budget_bits 1.5 is below 2.38"),
         ({"kvstrata_budget_bits": "many"}, "a number above 0"),
         ({"kvstrata_budget_bits": [3.0]}, "a number above 0"),
         ({"kvstrata_tier": "INT2"}, "runs under a budget"),
         ({"kvstrata_bits": 3}, "unknown extra argument"),
         ({"kvstrata_budget_bits": "9" * 3_000_000}, "a number above 0"),
     ],
-    ids=["above", "text", "list", "tier", "name", "huge"],
+    ids=["above", "below", "text", "list", "tier", "name", "huge"],
 )
 def test_hostile_extra_arguments_get_400_and_others_go_on(server: Server, extra: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message) as caught:
