@@ -13,6 +13,8 @@ from kvstrata.adapters.vllm.v026.config import settings_of
 from kvstrata.adapters.vllm.v026.spec import FrameSpec
 from kvstrata.types import PAGE_SIZE, Tier
 
+_SALT = "kvstrata:"
+
 
 class Plans:
     def __init__(self, vllm_config: Any, spec: FrameSpec, worth: Worth | None) -> None:
@@ -20,9 +22,10 @@ class Plans:
         assert settings is not None
         self.settings, self.layout, self._worth = settings, spec.layout, worth
         self._planners: dict[str, CausalPlanner] = {}
-        self._markets: dict[EngineSettings, Market] = {}
         self._reader = None
         if settings.policy == "triaxial":
+            # the same for every request: none chooses its own tiers, profile or horizon
+            self._market = Market.of(settings, self.layout)
             self._reader = served_reader(cached_tokenizer_from_config(vllm_config.model_config), settings.chat_template)
 
     def tiers(self, request: Any, num_pages: int) -> list[Tier]:
@@ -42,12 +45,13 @@ class Plans:
         self._planners.pop(request_id, None)
 
     def salt(self, request: Any) -> None:
-        """Pages of a request with settings of its own are shared with its like alone: their tiers differ."""
-        settings = self._settings_of(request)
-        if settings == self.settings:
+        """Pages of a request with settings of its own are shared with its like alone: their tiers differ. A salt that a client sends is
+        told from ours, whatever it is."""
+        settings, sent = self._settings_of(request), request.cache_salt or ""
+        if settings == self.settings and not sent.startswith(_SALT):
             return
         own = hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
-        request.cache_salt = f"{request.cache_salt or ''}kvstrata:{own}"
+        request.cache_salt = f"{_SALT}{own}:{sent}"
         request.block_hashes.clear()
         request.update_block_hashes()
 
@@ -57,6 +61,4 @@ class Plans:
     def _new(self, settings: EngineSettings) -> CausalPlanner:
         if self._reader is None:
             return CausalPlanner(settings, self.layout, worth=self._worth)
-        if settings not in self._markets:
-            self._markets[settings] = Market.of(settings, self.layout)
-        return CausalPlanner(settings, self.layout, PageTagger(self._reader), self._markets[settings], self._worth)
+        return CausalPlanner(settings, self.layout, PageTagger(self._reader), self._market, self._worth)
