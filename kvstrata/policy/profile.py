@@ -279,6 +279,9 @@ def load_profile(name: str) -> Profile:
         raise ValueError(f"no profile {name!r} ({error.strerror}); accepted: {accepted}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"profile {name!r} is not a sensitivity profile: it is no text ({error.reason})") from error
+    except ValueError as error:
+        # a null byte, or half of a surrogate pair
+        raise ValueError(f"no profile {name!r} ({error}); accepted: {', '.join(shipped())}, or a file's path") from error
     try:
         return Profile.from_json(text)
     except ValueError as error:

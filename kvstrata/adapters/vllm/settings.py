@@ -1,11 +1,10 @@
 """Settings of the engine adapter, as `--additional-config '{"kvstrata": {...}}'` holds them. Knows nothing of any engine."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvstrata.config import StoreConfig, from_dict
-from kvstrata.policy.budget import QUANTIZED, check_sinks, check_tiers
+from kvstrata.policy.budget import QUANTIZED, check_tiers
 from kvstrata.policy.profile import load_profile
 from kvstrata.store.layout import Layout
 from kvstrata.types import PAGE_SIZE, Tier
@@ -14,6 +13,9 @@ CONFIG_KEY = "kvstrata"
 """The key of the engine's additional config."""
 POLICIES = ("uniform", "triaxial")
 MAX_WINDOW = 4096
+MAX_BITS = 64
+"""More than any tier takes: a larger number is a mistake of units."""
+MAX_SHOWN = 60
 
 
 class UnsupportedEngineError(ValueError):
@@ -45,22 +47,20 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            raise ValueError(f"policy is {self.policy!r}; accepted: {', '.join(POLICIES)}")
-        for name, least, most, unit in (("window", 0, MAX_WINDOW, PAGE_SIZE), ("horizon", PAGE_SIZE, 1 << 24, 1)):
+            raise ValueError(f"policy is {shown(self.policy)}; accepted: {', '.join(POLICIES)}")
+        for name, least, most, unit in (("window", 0, MAX_WINDOW, PAGE_SIZE), ("sinks", 0, 1 << 20, 1), ("horizon", PAGE_SIZE, 1 << 24, 1)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most or value % unit:
-                raise ValueError(f"{name} is {value!r}; accepted: {least} to {most}, in steps of {unit}")
-        if type(self.sinks) is bool:
-            raise ValueError(f"sinks is {self.sinks!r}; accepted: 0 or more pages")
-        check_sinks(self.sinks)
+                raise ValueError(f"{name} is {shown(value)}; accepted: {least} to {most}, in steps of {unit}")
         for name in ("profile", "dense_dtype", "chat_template"):
-            if not isinstance(getattr(self, name), str | None):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: text")
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "profile"):
+                raise ValueError(f"{name} is {shown(value)}; accepted: text")
         if self.dense_dtype not in (None, "bfloat16", "float16", "float32"):
-            raise ValueError(f"dense_dtype is {self.dense_dtype!r}; accepted: bfloat16, float16, float32")
+            raise ValueError(f"dense_dtype is {shown(self.dense_dtype)}; accepted: bfloat16, float16, float32")
         if not isinstance(self.tiers, tuple | list):
-            raise ValueError(f"tiers is {self.tiers!r}; accepted: a list of {', '.join(t.name for t in QUANTIZED)}")
-        object.__setattr__(self, "tiers", check_tiers(self.tiers))
+            raise ValueError(f"tiers is {shown(self.tiers)}; accepted: a list of {', '.join(t.name for t in QUANTIZED)}")
+        object.__setattr__(self, "tiers", check_tiers([check_quantized(t, "tiers") for t in self.tiers]))
         if self.tier is not None:
             object.__setattr__(self, "tier", check_quantized(self.tier))
         if self.budget_bits is not None:
@@ -83,7 +83,7 @@ class EngineSettings:
     def from_dict(cls, values: Any) -> Self:
         """Raises ValueError for what is no mapping, and for an unknown key or value, by name."""
         if not isinstance(values, dict):
-            raise ValueError(f"{CONFIG_KEY} is {values!r}; accepted: a mapping of settings")
+            raise ValueError(f"{CONFIG_KEY} is {shown(values)}; accepted: a mapping of settings")
         try:
             settings = from_dict(cls, values)
             # a request may ask for a tier that has nothing to give up; a server that does was set up by mistake
@@ -118,7 +118,7 @@ class EngineSettings:
         if budget is not None:
             if self.budget_bits is None:
                 raise ValueError(
-                    f"budget_bits is {budget!r}, but this server runs at tier {self.tier and self.tier.name}; accepted: a tier"
+                    f"budget_bits is {shown(budget)}, but this server runs at tier {self.tier and self.tier.name}; accepted: a tier"
                 )
             bits = check_bits(budget)
             if bits > self.budget_bits:
@@ -126,7 +126,7 @@ class EngineSettings:
             return replace(self, budget_bits=bits)
         if tier is not None:
             if self.tier is None:
-                raise ValueError(f"tier is {str(tier)[:40]!r}, but this server runs under a budget; accepted: budget_bits")
+                raise ValueError(f"tier is {shown(tier)}, but this server runs under a budget; accepted: budget_bits")
             wanted = check_quantized(tier)
             if wanted > self.tier:
                 raise ValueError(f"tier is {wanted.name}; accepted: at most the server's, {self.tier.name}")
@@ -134,18 +134,30 @@ class EngineSettings:
         return self
 
 
+def shown(value: Any) -> str:
+    """What a message says of a wrong value: one line, no longer than can be read."""
+    try:
+        text = repr(value[: MAX_SHOWN + 1] if isinstance(value, str) else value)
+    except ValueError:
+        return "a number of too many digits"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def check_quantized(value: Any, name: str = "tier") -> Tier:
     if type(value) is bool or not isinstance(value, str | int):
-        raise ValueError(f"{name} is {str(value)[:40]!r}; accepted: {', '.join(t.name for t in QUANTIZED)}")
-    tier = Tier.parse(str(value)[:40])
+        raise ValueError(f"{name} is {shown(value)}; accepted: {', '.join(t.name for t in QUANTIZED)}")
+    try:
+        tier = Tier.parse(value)
+    except ValueError:
+        raise ValueError(f"{name}: unknown tier {shown(value)}; accepted: {', '.join(t.name for t in QUANTIZED)}") from None
     if tier not in QUANTIZED:
         raise ValueError(f"{name} is {tier.name}; accepted: {', '.join(t.name for t in QUANTIZED)}")
     return tier
 
 
 def check_bits(value: Any) -> float:
-    if type(value) is bool or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"budget_bits is {str(value)[:40]!r}; accepted: a number above 0")
+    if type(value) is bool or not isinstance(value, int | float) or not 0 < value <= MAX_BITS:
+        raise ValueError(f"budget_bits is {shown(value)}; accepted: a number above 0, {MAX_BITS} at most")
     return float(value)
 
 
