@@ -209,7 +209,7 @@ def most_frames(settings: EngineSettings, layout: Layout, num_tokens: int) -> in
     if settings.budget_bits is None:
         assert settings.tier is not None
         return fixed + body * layout.frames(settings.tier)
-    lowest = layout.frames(settings.tiers[0])
+    lowest, highest = layout.frames(settings.tiers[0]), layout.frames(settings.tiers[-1])
     allowed = math.floor(Allowance.of(settings, layout).up_to(pages - 1))
-    # a page that nothing is left for takes the lowest tier all the same
-    return fixed + max(allowed, body * lowest) + lowest
+    # a page that nothing is left for takes the lowest tier all the same, and one that much is left for no more than the highest
+    return fixed + min(max(allowed, body * lowest) + lowest, body * highest)

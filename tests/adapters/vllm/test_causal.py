@@ -113,6 +113,15 @@ def test_a_request_below_the_lowest_tier_is_refused_before_a_scheduler_meets_it(
     check_request(server, layout, None)
 
 
+@pytest.mark.parametrize("tiers", [["INT2"], ["INT2", "INT3"], ["INT4"]])
+@pytest.mark.parametrize("budget", [5.0, 10.0, 64.0])
+def test_no_more_is_kept_for_a_page_than_the_highest_tier_takes(tiers: list[str], budget: float) -> None:
+    s = EngineSettings.from_dict({"policy": "uniform", "budget_bits": budget, "tiers": tiers, "horizon": 64})
+    layout = s.layout(KV_HEADS, DIM)
+    taken = sum(layout.frames(t) for t in plan(s, [0] * 200)) + layout.frames(Tier.BF16)
+    assert taken <= most_frames(s, layout, 200 * PAGE_SIZE + 1) == 2 * 14 + 199 * layout.frames(s.tiers[-1])
+
+
 def test_a_tier_without_budget_is_everywhere_but_at_the_sinks() -> None:
     s = EngineSettings(policy="uniform", tier=Tier.INT3, sinks=2)
     assert plan(s, [0] * 5) == [Tier.BF16, Tier.BF16, Tier.INT3, Tier.INT3, Tier.INT3]
