@@ -30,9 +30,18 @@ def served_reader(tokenizer: Any, chat_template: str | None) -> Reader:
     The tokenizer stays as it is."""
     own = copy.copy(tokenizer)
     if chat_template is not None:
-        is_text = "{" in chat_template or "\n" in chat_template
-        own.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8")
+        own.chat_template = template_text(chat_template)
     return reader(own)
+
+
+def template_text(chat_template: str) -> str:
+    """Raises ValueError where a file of that name cannot be read as text."""
+    if "{" in chat_template or "\n" in chat_template:
+        return chat_template
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"chat_template {chat_template[:200]!r} cannot be read ({error}); accepted: a file's path, or a text") from error
 
 
 class PageTagger:

@@ -68,3 +68,10 @@ def test_the_served_template_stands_in_for_the_tokenizers_own(tokenizer: Any, tm
         learned = served_reader(tokenizer, given)
         assert any("[user]" in mark.text or "user]" in mark.text for mark in learned.skeleton.marks)
     assert tokenizer.chat_template == own
+
+
+@pytest.mark.parametrize("name", ["nowhere.jinja", ".", "", "a\0b", "\ud800", "x" * 10_000])
+def test_a_template_that_cannot_be_read_is_refused_in_a_line(tokenizer: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=r"chat_template .* accepted: a file's path, or a text") as caught:
+        served_reader(tokenizer, name)
+    assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from kvstrata.adapters.vllm.causal import check_request, most_frames
 from kvstrata.adapters.vllm.refusal import asks
 from kvstrata.adapters.vllm.settings import CONFIG_KEY, EngineSettings, UnsupportedEngineError
+from kvstrata.adapters.vllm.tags import template_text
 from kvstrata.ops.frame import HEAD_DIMS
 from kvstrata.types import PAGE_SIZE
 
@@ -88,6 +89,11 @@ def configure(vllm_config: Any) -> None:
     reasons = list(unsupported(vllm_config))
     if settings.policy == "triaxial" and vllm_config.model_config.skip_tokenizer_init:
         reasons.append("policy 'triaxial' needs the tokenizer; leave --skip-tokenizer-init out, or choose policy 'uniform'")
+    if settings.policy == "triaxial" and settings.chat_template is not None:
+        try:
+            template_text(settings.chat_template)
+        except ValueError as error:
+            reasons.append(str(error))
     if reasons:
         raise UnsupportedEngineError("\n".join(f"kvstrata: {reason}" for reason in reasons))
     # names a budget below the floor before anything is loaded

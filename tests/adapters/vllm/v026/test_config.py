@@ -45,6 +45,7 @@ def test_without_our_setting_nothing_changes(tiny_model: Path) -> None:
         ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls .* is not supported"),
         ({"additional_config": {"kvstrata": {"bits": 3}}}, "unknown EngineSettings key 'bits'"),
         ({"additional_config": {"kvstrata": {"budget_bits": 2.0}}}, "budget_bits 2 is below 2.38, what INT2 takes"),
+        ({"additional_config": {"kvstrata": {"budget_bits": 3.0, "chat_template": "no.jinja"}}}, "chat_template 'no.jinja' cannot be read"),
         ({"additional_config": {"kvstrata": {"budget_bits": 3.0}}, "skip_tokenizer_init": True}, "policy 'triaxial' needs the tokenizer"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
