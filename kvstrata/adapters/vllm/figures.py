@@ -63,10 +63,10 @@ class Writer:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock, self._next = path, clock, 0.0
 
-    def write(self, make: Callable[[], Figures]) -> None:
-        """Write what `make` gives, unless that was done just now."""
+    def write(self, make: Callable[[], Figures], *, last: bool = False) -> None:
+        """Write what `make` gives, unless that was done just now. last: nothing may follow for long, so it is written all the same."""
         now = self._clock()
-        if now < self._next:
+        if now < self._next and not last:
             return
         self._next = now + INTERVAL
         new = self._path.with_suffix(f".{os.getpid()}")

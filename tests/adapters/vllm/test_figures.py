@@ -8,7 +8,7 @@ from kvstrata.adapters.vllm.figures import HELP, Figures, Writer, figures_path, 
 def test_figures_come_through_and_go_with_their_scheduler(tmp_path: Path) -> None:
     now = [0.0]
     writer = Writer(tmp_path / "a.json", clock=lambda: now[0])
-    made = []
+    made: list[Figures] = []
 
     def make() -> Figures:
         made.append(Figures(frames=5, held_frames=len(made), tokens={"INT2": 64}))
@@ -17,9 +17,11 @@ def test_figures_come_through_and_go_with_their_scheduler(tmp_path: Path) -> Non
     writer.write(make)
     writer.write(make)
     assert len(made) == 1 and read(tmp_path / "a.json") == made[0]
+    writer.write(make, last=True)
+    assert read(tmp_path / "a.json") == made[-1] != made[0], "before a scheduler has nothing to do for long"
     now[0] = 1.0
     writer.write(make)
-    assert read(tmp_path / "a.json") == made[1] != made[0]
+    assert read(tmp_path / "a.json") == made[2] != made[1]
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
     writer.remove()
     writer.remove()

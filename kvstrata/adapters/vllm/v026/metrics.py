@@ -49,7 +49,7 @@ class SchedulerFigures:
         )  # fmt: skip
 
     def write(self, running: list[Any]) -> None:
-        self._writer.write(lambda: self.figures(running))
+        self._writer.write(lambda: self.figures(running), last=not running)
 
     def remove(self) -> None:
         self._writer.remove()

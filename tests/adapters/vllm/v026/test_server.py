@@ -86,6 +86,7 @@ def test_the_capacity_is_in_the_log_and_in_the_metrics(server: Server) -> None:
     assert server.metric("kvstrata_capacity_tokens") == capacity and server.metric("kvstrata_bf16_tokens") == dense
     assert times == pytest.approx(capacity / dense, abs=0.01) and times > 2.5
     assert server.metric("kvstrata_frames") == 3999
+    assert server.metric("kvstrata_held_frames") == server.metric("kvstrata_computed_tokens") == 0, "nothing runs any more"
     # the engine's own line says the same, within one request
     own = re.search(r"GPU KV cache size: ([\d,]+) tokens", log)
     assert own is not None and float(own[1].replace(",", "")) == pytest.approx(capacity, rel=0.01)
