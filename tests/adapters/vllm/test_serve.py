@@ -47,7 +47,7 @@ def test_tags_come_from_the_served_template() -> None:
     ("settings", "flags", "message"),
     [
         ({}, [], "policy 'triaxial' needs budget_bits"),
-        ({"budget_bits": 0}, [], "budget_bits is '0'"),
+        ({"budget_bits": 0}, [], "budget_bits is 0; accepted: a number above 0, 64 at most"),
         ({"budget_bits": 3.0, "bits": 2}, [], "unknown EngineSettings key 'bits'"),
         ({"budget_bits": 3.0}, ["--additional-config", "{"], "is no JSON"),
         ({"budget_bits": 3.0}, ["--additional-config", "[1]"], "accepted: a mapping"),
