@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstrata.eval.models import load
+from kvstrata.ops.score import NUM_QUERIES
 from kvstrata.session import Session
 
 
@@ -45,11 +46,15 @@ def test_calls_written_under_a_budget_are_valid(qwen: Any, ask: str) -> None:
     messages = [{"role": "system", "content": "You are an assistant that answers by calling tools."}, {"role": "user", "content": ask}]
     with Session(model, tokenizer, "full", capacity_tokens=64) as other:
         # 3.8 bits of what the conversation will be: sinks and the unfinished page are a fifth of that
-        limit = int(3.8 * other.layout.elements(680) / 8)
+        frames = int(3.8 * other.layout.elements(680) / 8)
+    c = model.config
+    # a ceiling in bytes is for the newest queries too: a byte a channel, and four a head
+    limit = frames + c.num_hidden_layers * NUM_QUERIES * (c.hidden_size + 4 * c.num_attention_heads)
     with Session(model, tokenizer, "strata", budget_bytes=limit, policy_settings={"profile": "qwen05"}, capacity_tokens=900) as session:
         reply = session.chat(messages, TOOLS, max_new_tokens=45)
         assert reply.report.floor_bytes == 0
-        assert session.frames_in_use * session.layout.frame_bytes <= limit
+        assert session.frames_in_use * session.layout.frame_bytes <= frames
+        assert session.bytes_in_use <= limit
         assert session.bits_per_element < 4.2
     # this model writes its calls as a fenced block
     text = reply.text
