@@ -53,4 +53,5 @@ def test_smollm2_at_eight_bits_and_within_the_noise_of_three(start: Callable[...
     for tier in ("INT8", "INT3"):
         difference, noise = compare(engine, folder, prompt, tier)
         print(f"{tier}: {difference:.2g}, noise {noise:.2g}")
-        assert difference < (1e-2 if tier == "INT8" else 3 * noise)
+        # how far the adapter parts from itself depends on the processor: at INT8 by 0.0095 on one, by 0.019 on another
+        assert difference < (max(1e-2, 1.5 * noise) if tier == "INT8" else 3 * noise)
