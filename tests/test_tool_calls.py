@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvstrata.eval.models import load
-from kvstrata.ops.score import NUM_QUERIES
 from kvstrata.session import Session
+from kvstrata.store.queries import ring_bytes
 
 
 def tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def test_calls_written_under_a_budget_are_valid(qwen: Any, ask: str) -> None:
         # 3.8 bits of what the conversation will be: sinks and the unfinished page are a fifth of that
         frames = int(3.8 * other.layout.elements(680) / 8)
     c = model.config
-    # a ceiling in bytes is for the newest queries too: a byte a channel, and four a head
-    limit = frames + c.num_hidden_layers * NUM_QUERIES * (c.hidden_size + 4 * c.num_attention_heads)
+    # a ceiling in bytes is for the newest queries too
+    limit = frames + ring_bytes(c.num_hidden_layers, c.num_attention_heads, c.hidden_size // c.num_attention_heads)
     with Session(model, tokenizer, "strata", budget_bytes=limit, policy_settings={"profile": "qwen05"}, capacity_tokens=900) as session:
         reply = session.chat(messages, TOOLS, max_new_tokens=45)
         assert reply.report.floor_bytes == 0
